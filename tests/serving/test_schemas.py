@@ -70,28 +70,28 @@ def test_structures():
 
 
 REFUSED = [
-    ({"stream_options": {}}, "stream_options are for stream=true"),
+    ({"stream_options": {}}, "stream_options requires stream=true"),
     ({"stop": ["a"] * 17}, "stop: at most 16 strings"),
     ({"n": 129}, "n must be between 1 and 128"),
     ({"n": 0}, "n must be between 1 and 128"),
     ({"n": 1.0}, "n"),
     ({"top_k": True}, "top_k"),
-    ({"logit_bias": {"-1": 1.0}}, "'-1' is no token id"),
+    ({"logit_bias": {"-1": 1.0}}, "'-1' is not a token id"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [1.0]}, "stop_token_ids"),
     ({"more": 1}, "more"),
     ({"stream": True, "stream_options": {"more": 1}}, "more"),
 ]
 REFUSED_CHATS = [
-    *(({name: [1]}, f"{name}: this server does not do that") for name in (
+    *(({name: [1]}, f"{name}: this server does not support it") for name in (
         "tools", "tool_choice", "functions", "function_call", "audio", "prediction", "reasoning_effort", "verbosity",
         "web_search_options",
     )),
     ({"modalities": ["audio"]}, "modalities"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "both say what the text has to be"),
-    ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "json_schema goes with"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "both constrain the text"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "json_schema is for"),
     ({"response_format": {"type": "json_object", "more": 1}}, "more"),
-    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs are for"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs requires"),
 ]  # fmt: skip
 REFUSED_TEXTS = [
     ({"suffix": "a"}, "suffix"), ({"n": 2, "best_of": 1}, "best_of"), ({"echo": True, "logprobs": 0}, "echo with"),
