@@ -180,7 +180,7 @@ REFUSED = [
     ("generate", ["m", "-p", "x", "--temperature", "-0.1"], "--temperature"),
     ("generate", ["m", "-p", "x", "--top-k", "0"], "--top-k"),
     ("serve", ["m", "--dtype", "int8"], "'int8' is none of auto"),
-    ("serve", ["m", "--api-key", ""], "an empty key would let everybody in"),
+    ("serve", ["m", "--api-key", ""], "the key is empty"),
     ("serve", ["m", "--port", "65536"], "--port"),
     ("serve", ["m", "--max-requests", "0"], "--max-requests"),
     ("serve", ["m", "--max-queue", "0"], "--max-queue"),
