@@ -31,8 +31,11 @@ def candidates(module: nn.Module) -> list[How]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """By its name, or because its forward looks up transformers' attention functions: LongcatFlashMLA."""
-    found = type(module)
+    """By its class's name or a base's, or because its forward looks up transformers' attention functions."""
+    return any(map(_says_attention, (found for found in type(module).__mro__ if issubclass(found, nn.Module))))
+
+
+def _says_attention(found: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(found.forward), "__code__", None)
     return "attention" in found.__name__.lower() or (code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names)
 

@@ -253,7 +253,8 @@ def test_a_class_of_ones_own_is_known_by_what_it_calls() -> None:
     torch.manual_seed(0)
     ours, theirs = (MixerLM._from_config(mistral(), attn_implementation="eager").eval() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    assert is_attention(ours.mixer) and not is_attention(ours.embed)
+    derived = type("Routed", (t.models.mistral.modeling_mistral.MistralAttention,), {})
+    assert is_attention(ours.mixer) and not is_attention(ours.embed) and is_attention(derived(ours.config, 0))
     found = try_attention(MixerLM, ours.config)
     assert found.plugged == {""} and found.reason is None
     ours.config._attn_implementation_internal = "easytorch_eager_mask"
