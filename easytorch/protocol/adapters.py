@@ -28,7 +28,7 @@ def adapter_names(model: PreTrainedModel) -> list[str]:
     return list(getattr(model, "peft_config", {})) if getattr(model, "_hf_peft_config_loaded", False) else []
 
 
-def wrapped_layers(model: PreTrainedModel) -> dict[str, Any]:
+def wrapped_layers(model: nn.Module) -> dict[str, Any]:
     """PEFT's layers by name."""
     tuner: Any = require_peft().tuners.tuners_utils.BaseTunerLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, tuner)}
