@@ -97,7 +97,9 @@ def taken(family: str, flags: list[str], inputs: dict[str, torch.Tensor]) -> boo
 
 
 def flipped(family: str, flags: list[str]) -> transformers.PreTrainedConfig:
+    """The config with these flags the other way round, and no number at its default: that of a norm a flag adds too."""
     config = FAMILIES[family].config()
+    change_numbers(config, iter(range(1000)))
     for name in flags:
         setattr(config, name, not getattr(config, name))
     return config
