@@ -16,6 +16,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config, ViTCo
 import easytorch
 from easytorch import protocol
 from easytorch.bridge.errors import CheckpointError
+from easytorch.cache import TransformerCache
 from easytorch.protocol import QuantizationConfig
 from easytorch.protocol.batching import _ours
 from easytorch.protocol.checkpoint_files import check_config, check_torch_files
@@ -242,3 +243,30 @@ def test_an_attention_that_batches_cannot_run_is_named():
     config._attn_implementation_internal = "flash"
     with pytest.raises(ValueError, match="this model has 'flash'"):
         _ours(SimpleNamespace(config=config))
+
+
+def test_a_definition_is_run_with_its_own_tensors_and_all_of_them():
+    graphdef, graphstate, graphother = protocol.split_module(shared("llama"))
+    state = {**graphstate, **graphother}
+    kept = dict(state)
+    with torch.no_grad():
+        found, expected = graphdef.apply(state, IDS).logits, shared("llama")(IDS).logits
+    torch.testing.assert_close(found, expected)
+    assert state.keys() == kept.keys() and all(state[name] is one for name, one in kept.items())
+    first = next(iter(state))
+    for call in (lambda given: graphdef.apply(given, IDS), lambda given: protocol.merge_module(graphdef, given, {})):
+        with pytest.raises(ValueError, match=f"{first!r} of LlamaForCausalLM is not given"):
+            call({name: one for name, one in state.items() if name != first})
+        with pytest.raises(ValueError, match="'more' is no parameter or buffer of LlamaForCausalLM"):
+            call({**state, "more": state[first]})
+
+
+def test_a_cache_of_other_layers_than_its_metadata_is_refused():
+    made = protocol.create_cache_metadata(shared("llama"), 2, 8)
+    other = copy.deepcopy(shared("llama").config)
+    other.num_hidden_layers = 3
+    other.layer_types = ["full_attention"] * 3
+    with pytest.raises(ValueError, match=r"the metadata has layers \('full_attention', .*\), and the config"):
+        TransformerCache(other, made)
+    with pytest.raises(ValueError, match="kind='paged' must be one of"):
+        TransformerCache(shared("llama").config, made, "paged")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from easytorch.generation.engine import EngineStats, SamplingParams
 from easytorch.serving import metrics
-from easytorch.serving.errors import APIError
+from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
 
 # None of them a default of SamplingParams.
@@ -114,6 +118,7 @@ def test_the_ends_of_requests_and_what_asks_for_nothing_are_taken():
         for nothing in (None, False, [], {}, "none", "auto"):
             ChatCompletionRequest(**CHAT, **{name: nothing})
     ChatCompletionRequest(**CHAT, modalities=["text"])
+    assert CompletionRequest(**TEXT, echo=True).echo and CompletionRequest(**TEXT, logprobs=0).params().logprobs == 0
     assert CompletionRequest(**TEXT, n=128, stop=["a"] * 16, best_of=128).n == 128
     assert CompletionRequest(**TEXT, stream=True, stream_options={"include_usage": True}).stream_options.include_usage
 
@@ -140,6 +145,35 @@ def test_kinds_of_errors_and_their_headers():
         assert response.status_code == status and response.headers["content-type"] == "application/json"
         assert response.headers.get("retry-after") == ("1" if status == 429 else None)
         assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+
+
+def test_what_goes_wrong_in_a_request_has_that_body_and_names_the_field():
+    app = FastAPI()
+    add_handlers(app)
+
+    @app.post("/text")
+    async def answer(request: CompletionRequest) -> None:
+        raise {"api": APIError(429, "full", code="c"), "key": KeyError("x")}[str(request.prompt)]
+
+    client = TestClient(app, raise_server_exceptions=False)
+    headers = {"Content-Type": "application/json"}
+    for content, status, message, param in (
+        (json.dumps(TEXT | {"prompt": "api"}), 429, "full", None),
+        (json.dumps(TEXT | {"prompt": "key"}), 500, "the server failed (KeyError); see its log", None),
+        ("{", 400, "the body is not JSON: ", None),
+        (json.dumps(TEXT | {"temprature": 1}), 400, "unrecognized argument: temprature", "temprature"),
+        (json.dumps(TEXT | {"n": 0}), 400, "n must be between 1 and 128", None),
+        (json.dumps(TEXT | {"seed": "x"}), 400, "seed: Input should be a valid integer", "seed"),
+        (json.dumps({"prompt": "x"}), 400, "model: Field required", "model"),
+    ):
+        answered = client.post("/text", content=content, headers=headers)
+        error = answered.json()["error"]
+        assert (answered.status_code, error["param"]) == (status, param), content
+        assert error["message"].startswith(message) and "Value error" not in error["message"]
+    assert client.get("/none").json()["error"]["message"] == "GET /none: Not Found"
+    assert client.get("/text").status_code == 405
+    error = APIError(429, "full")
+    assert (error.status_code, error.detail, str(error)) == (429, "full", "429: full")
 
 
 def test_every_count_of_the_engine_is_a_metric():
