@@ -128,13 +128,8 @@ def changes(value: Any) -> Iterator[tuple[str, Any, str]]:
 
 # Pages are given in two parts, and a state's width follows from the weight's: the message has what was made of it.
 SAID_OTHERWISE = (
-    "latent_pages 1-1",
-    "latent_pages 2",
-    "latent_pages more",
-    "latent_pages less",
-    "weight 1+1",
-    "hidden more",
-    "hidden less",
+    *("latent_pages 1-1", "latent_pages 2", "latent_pages more", "latent_pages less", "weight 1+1"),
+    *("hidden more", "hidden less", "cu_seqlens_q ", "cu_seqlens_k "),
 )
 
 
@@ -154,7 +149,7 @@ def outcomes(name: str) -> tuple[list[str], list[str]]:
                     fits.append(f"{argument} {word}")
                 except (ValueError, TypeError) as error:
                     text = str(error)
-                    known = [str(one) for one in (type(wrong).__name__, argument)]
+                    known = [] if isinstance(wrong, Tensor) else [type(wrong).__name__, argument]
                     if f"{argument} {word}".startswith(SAID_OTHERWISE):
                         continue
                     if said not in text and not any(re.search(rf"\b{one}\b", text) for one in known):
