@@ -11,6 +11,7 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
+    EncoderDecoderCache,
     get_layer_types_and_kwargs,
 )
 
@@ -86,6 +87,14 @@ class TransformerCache(Cache):
         past = int(layer.get_seq_length())
         return (past > 0 or rows <= self.rows) and past + tokens <= self.longest
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As transformers' of a dynamic cache; `ValueError` for one whose memory is allocated, or in few bits."""
+        if self.kind == "static":
+            raise ValueError(
+                "a static cache cannot be cropped, as assisted generation does; make it with kind='dynamic'"
+            )
+        super().crop(tokens_to_remove)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -104,3 +113,10 @@ class TransformerCache(Cache):
                     "make it with a larger max_length"
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class EncoderDecoderTransformerCache(EncoderDecoderCache):
+    """transformers' cache of a decoder and of the encoder's keys, the former a `TransformerCache`."""
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing: transformers asks for its own class here, and a `TransformerCache` says itself what it cannot do."""

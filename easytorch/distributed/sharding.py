@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from easytorch.argument_types import check_types
 from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 
@@ -15,8 +16,9 @@ Uneven = Literal["error", "replicate"]
 _SUPPORTED = (*DATA, "tp")
 
 
+@check_types()
 def shard_model(
-    model: Any, partition_rules: PartitionRules | None = None, mesh: Any = None, uneven: Uneven = "error"
+    model: nn.Module, partition_rules: PartitionRules | None = None, mesh: Any = None, uneven: Uneven = "error"
 ) -> Any:
     """`model`, sharded in place over the axes of `mesh`; each rank calls this; weights are broadcast from rank 0.
 
@@ -57,14 +59,16 @@ def shard_model(
     return model
 
 
-def gather_model(model: Any, partition_rules: PartitionRules | None = None, mesh: Any = None) -> Any:
+@check_types()
+def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None, mesh: Any = None) -> Any:
     """`model` with every parameter full on its device; those that are sharded are gathered, and tied ones stay tied."""
     _devices_of(mesh)
     specs_by_rules(model, partition_rules, mesh_axis_sizes(mesh) if mesh is not None else ())
     if any(hasattr(module, "reshard") for module in model.modules()):
         from easytorch.distributed import fully_sharded
 
-        for module in model.modules():
+        modules: list[Any] = list(model.modules())
+        for module in modules:
             if hasattr(module, "reshard"):
                 module.reshard()
         fully_sharded.undo(model)
@@ -82,6 +86,7 @@ def gather_model(model: Any, partition_rules: PartitionRules | None = None, mesh
     return model
 
 
+@check_types()
 def params_sharding(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
     """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh."""
     placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}

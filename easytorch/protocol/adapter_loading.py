@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -10,12 +11,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.integrations import PeftAdapterMixin
 
+from easytorch.argument_types import check_types
 from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, require_peft, take_out
 
 
+@check_types()
 def load_adapter(
     model: PreTrainedModel,
-    peft_model_id: str | None = None,
+    peft_model_id: str | os.PathLike[str] | None = None,
     adapter_name: str | None = None,
     *args: Any,
     **kwargs: Any,
@@ -26,15 +29,16 @@ def load_adapter(
     leaves out or stops at halfway. The model is then as it was.
     """
     require_peft()
+    folder = None if peft_model_id is None else os.fspath(peft_model_id)
     name, known = adapter_name or "default", adapter_names(model)
     kwargs["weight_mapping"] = _with_magnitudes(model, name, kwargs)
     if name in known:  # an error of transformers, or a hot swap
-        return PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, *args, **kwargs)
+        return PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
     keep_what_adapters_change(model, {}, True)
     active = model.active_adapters() if known else []
     done = False
     try:
-        info: Any = PeftAdapterMixin.load_adapter(model, peft_model_id, adapter_name, *args, **kwargs)
+        info: Any = PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
         left = sorted(getattr(info, "unexpected_keys", ()))
         missing = sorted(key for key in getattr(info, "missing_keys", ()) if f".{name}." in key)
         if left or missing:

@@ -12,7 +12,7 @@ from easytorch.layers.quantized import QuantizedLinear
 
 # PEFT's ways to begin that leave the weights alone; the others (pissa, olora, ...) take from the weights what the
 # adapter begins with.
-_LEAVES_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
+LEAVES_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 _REQUIRED, _WEIGHTS = "_trained_before_lora", "_weights_before_lora"
 
 
@@ -51,10 +51,10 @@ def add_described_adapters(model: Any, described: list[list[Any]], active: list[
     for name, content in described:
         config = peft.get_peft_config(dict(content))
         begins = getattr(config, "init_lora_weights", True)
-        if begins not in _LEAVES_WEIGHTS:
+        if begins not in LEAVES_WEIGHTS:
             config.init_lora_weights = True  # the state's weights lack already what this init takes from them
         model.add_adapter(config, name)
-        if begins not in _LEAVES_WEIGHTS:
+        if begins not in LEAVES_WEIGHTS:
             model.peft_config[name].init_lora_weights = begins
     model.set_adapter(active)
 
@@ -63,7 +63,7 @@ def keep_what_adapters_change(model: PreTrainedModel, layers: dict[str, Any], in
     """Notes what training and `init` change in `model`, for `take_out` to restore."""
     if not adapter_names(model):
         vars(model)[_REQUIRED] = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    if init not in _LEAVES_WEIGHTS:
+    if init not in LEAVES_WEIGHTS:
         kept = vars(model).setdefault(_WEIGHTS, {})
         for name, layer in layers.items():
             if name not in kept and "weight" in layer._parameters:
@@ -85,7 +85,7 @@ def check_droppable(model: PreTrainedModel) -> None:
     kept = vars(model).get(_WEIGHTS, {})
     for adapter, config in model.peft_config.items():
         init = getattr(config, "init_lora_weights", True)
-        if init in _LEAVES_WEIGHTS:
+        if init in LEAVES_WEIGHTS:
             continue
         layers = [name for name, layer in wrapped_layers(model).items() if adapter in getattr(layer, "lora_A", {})]
         if unknown := [name for name in layers if name not in kept]:

@@ -55,6 +55,8 @@ def packed_inputs(
         segment_ids = segment_ids if segment_ids is not None else mask_info.segment_ids
     if segment_ids is None:
         return inputs, None
+    if not isinstance(segment_ids, Tensor):
+        raise TypeError(f"segment_ids must be a tensor (batch, length), not {type(segment_ids).__name__}")
     tokens = inputs.get("input_ids")
     given = tokens if tokens is not None else inputs.get("inputs_embeds")
     if given is None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from easytorch.argument_types import check_types
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, TransformerMetadata
 from easytorch.cache.arguments import cache_argument
 from easytorch.cache.metadata import sizes_of
+from easytorch.cache.transformer import EncoderDecoderTransformerCache
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 
 
+@check_types("batch_size", "max_length")
 def create_cache_metadata(
     model: PreTrainedModel, batch_size: int, max_length: int, pad_token_id: int | None = None
 ) -> TransformerMetadata:
@@ -30,6 +33,7 @@ def create_cache_metadata(
     return TransformerMetadata.of(model.config, model.dtype, batch_size, max_length, pad_token_id)
 
 
+@check_types("batch_size", "max_length")
 def init_cache(
     model: PreTrainedModel,
     batch_size: int,
@@ -56,10 +60,11 @@ def init_cache(
         starts = starts.expand(batch_size) if starts.numel() == 1 else starts
     cache = TransformerCache(model.config, metadata, kind, starts, **settings)
     if model.config.is_encoder_decoder:
-        return EncoderDecoderCache(cache, DynamicCache(config=model.config))
+        return EncoderDecoderTransformerCache(cache, DynamicCache(config=model.config))
     return cache
 
 
+@check_types("hbm_utilization", "page_size", "max_model_length")
 def create_paged_metadata(
     model: PreTrainedModel, hbm_utilization: float, page_size: int, max_model_length: int
 ) -> RaggedPagesMetadata:
@@ -77,6 +82,7 @@ def create_paged_metadata(
     )
 
 
+@check_types("metadata")
 def init_ragged_pages(
     model: PreTrainedModel,
     metadata: RaggedPagesMetadata | None = None,
@@ -105,6 +111,7 @@ def init_ragged_pages(
     return RaggedPagesCache(metadata, model.device)
 
 
+@check_types()
 def prepare_inputs_for_call(model: PreTrainedModel, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a call, without those that are None, and with EasyDeL's in transformers' words.
 
@@ -120,6 +127,7 @@ def prepare_inputs_for_call(model: PreTrainedModel, **kwargs: Any) -> dict[str, 
     return {name: value for name, value in inputs.items() if value is not None}
 
 
+@check_types("input_ids", "max_length")
 def prepare_inputs_for_generation(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -191,6 +199,7 @@ def also_by_length(model_class: Any) -> None:
     model_class.prepare_inputs_for_generation = prepare
 
 
+@check_types()
 def update_inputs_for_generation(
     model: PreTrainedModel, model_outputs: Any, model_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

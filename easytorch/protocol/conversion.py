@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import rename_source_key
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.dtypes import to_numpy
 from easytorch.bridge.memory.tree import Framework, MemoryTree, Shardings, Tree
@@ -37,6 +38,7 @@ from easytorch.bridge.state import (
 from easytorch.layers.attention import OURS
 from easytorch.layers.experts import OURS as EXPERTS
 from easytorch.layers.quantized import is_quantized
+from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.load_checks import check_shapes, refuse_left_over, refuse_missing
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ Transform = Callable[[StateDict], Tree]
 ModelClass = type[PreTrainedModel]
 
 
+@check_types()
 def to_flax(
     model: PreTrainedModel,
     *,
@@ -62,10 +65,12 @@ def to_flax(
     left out.
     framework, shardings, copy: see `bridge.memory.tree`. scheme: the names of another program, as in `bridge.convert`.
     """
+    require_memory(model, "to_flax")
     transform = transform_fn(model, framework=framework, shardings=shardings, copy=copy, scheme=scheme)
     return transform(model.state_dict())
 
 
+@check_types()
 def transform_fn(
     model: PreTrainedModel,
     *,
@@ -124,6 +129,7 @@ def transform_for(
     return transform
 
 
+@check_types()
 def from_flax(
     model_class: ModelClass, config: PreTrainedConfig, params: Any, *, copy: bool | None = None, **kwargs: Any
 ) -> Any:
@@ -174,12 +180,14 @@ def described(model_class: ModelClass, config: PreTrainedConfig, given: Collecti
     return architecture, rules_of(architecture, config, "flax")
 
 
+@check_types()
 def to_torch(model: PreTrainedModel, *, copy_weights: bool = False) -> PreTrainedModel:
     """transformers' own class of the same name, on the same device, in the same dtypes, training or not.
 
     It shares the parameters, so training one trains the other; with `copy_weights` it has its own.
     """
     _refuse_changed_layers(model)
+    require_memory(model, "to_torch")
     config = plain_config(model.config)
     weights = model.state_dict(keep_vars=True)
     if copy_weights:

@@ -9,10 +9,13 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
+from easytorch.argument_types import check_types
+
 # The auto classes that any model of a kind is in, beside that of its own head.
 _GENERAL = ("AutoModelForPreTraining", "AutoModelForMultimodalLM", "AutoModelForTextEncoding")
 
 
+@check_types()
 def get_static_arguments(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[str, ...]:
     """The names of forward's arguments that are no tensors: those whose values `torch.compile` guards on.
 
@@ -33,6 +36,7 @@ def _is_static(annotation: str) -> bool:
     return bool(words & {"bool", "int"}) and "dict" not in words
 
 
+@check_types()
 def get_torch_loader(model_class: type[PreTrainedModel] | PreTrainedModel) -> Any:
     """transformers' auto class that loads models of this class, such as `AutoModelForCausalLM`.
 

@@ -8,11 +8,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.sizes import human_size
 
 _T = TypeVar("_T")
 
 
+@check_types("module")
 def get_module_repr(module: nn.Module) -> str:
     """A module's own parameters and buffers in words: `weight: float32 (64, 32), bias: float32 (64,)`."""
     _check_module(module)
@@ -20,6 +22,7 @@ def get_module_repr(module: nn.Module) -> str:
     return ", ".join(f"{name}: {_tensor_repr(tensor)}" for name, tensor in own)
 
 
+@check_types("module")
 def prettify_nnx(
     module: nn.Module,
     indent: str = "",
@@ -37,6 +40,7 @@ def prettify_nnx(
     return "\n".join(_lines(module, "", indent, depth, max_depth, module_param, ""))
 
 
+@check_types("model")
 def printify_nnx(model: nn.Module) -> str:
     """The whole tree of `model`, with the sum of its parameters below."""
     _check_module(model)
@@ -44,6 +48,7 @@ def printify_nnx(model: nn.Module) -> str:
     return f"{prettify_nnx(model)}\n{count:,} parameters, {_size(model)}"
 
 
+@check_types()
 def return_type_adjuster(original_return_type: type[_T]) -> Callable[[Callable[..., Any]], Callable[..., _T]]:
     """A decorator that tells type checkers that a function returns `original_return_type`; calls are unchanged."""
 

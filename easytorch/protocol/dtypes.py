@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from easytorch.argument_types import check_types
 
+
+@check_types("dtype")
 def to_dtype(model: nn.Module, dtype: torch.dtype | str, change_runtime_dtype: bool = True) -> Any:
     """Casts the floating parameters and buffers of `model`, which is returned, to `dtype`.
 
@@ -30,11 +33,13 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     return wanted
 
 
+@check_types()
 def half(model: nn.Module, change_runtime_dtype: bool = True) -> Any:
     """Casts the model's parameters and buffers to float16."""
     return to_dtype(model, torch.float16, change_runtime_dtype)
 
 
+@check_types()
 def float32(model: nn.Module, change_runtime_dtype: bool = True) -> Any:
     """Casts the model's parameters and buffers to float32; a method of native models by the name `float`."""
     return to_dtype(model, torch.float32, change_runtime_dtype)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import nested
 from easytorch.bridge.core.tensor_info import TensorInfo
 from easytorch.bridge.dtypes import to_numpy
@@ -64,6 +65,7 @@ class _Place(NamedTuple):
     out_shape: tuple[int, ...]
 
 
+@check_types()
 def lora_to_flax(
     model: PreTrainedModel,
     adapter_name: str | None = None,
@@ -105,6 +107,7 @@ def lora_to_flax(
     return nested({name: put(name, array) for name, array in found.items()})
 
 
+@check_types()
 def lora_from_flax(
     model: PreTrainedModel,
     tree: Any,

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
+from easytorch.argument_types import check_types
 
-def lazy_init(model_class: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+
+@check_types("config")
+def lazy_init(model_class: type[Any], config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
     """A model of `config` whose tensors are on the meta device: nothing is allocated, and nothing can be computed.
 
     model_class: a model class, or an auto class. `merge_params` fills it with given parameters, and computes the
@@ -22,3 +26,14 @@ def lazy_init(model_class: Any, config: PreTrainedConfig, *args: Any, **kwargs: 
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         return build(config, *args, **kwargs)
+
+
+def require_memory(model: nn.Module, purpose: str) -> None:
+    """`ValueError` where a parameter of `model` is on the meta device, and accelerate does not bring its values."""
+    if getattr(model, "hf_device_map", None) is not None:
+        return
+    if empty := next((name for name, one in model.named_parameters() if one.is_meta), None):
+        raise ValueError(
+            f"{purpose}: {empty!r} of {type(model).__name__} is on the meta device and has no values; fill the model "
+            "by merge_params, or load it by from_pretrained"
+        )

@@ -22,8 +22,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.errors import nearest
 from easytorch.protocol.adapters import (
+    LEAVES_WEIGHTS,
     adapter_names,
     check_droppable,
     check_mergeable,
@@ -34,6 +36,7 @@ from easytorch.protocol.adapters import (
     take_out,
     wrapped_layers,
 )
+from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.state import State, check_value, flatten
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ _NAMED = 3
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
+@check_types("lora_rank", "lora_pattern", "rngs", "alpha", "dropout", "adapter_name")
 def apply_lora_to_layers(
     model: PreTrainedModel,
     lora_rank: int,
@@ -90,6 +94,8 @@ def apply_lora_to_layers(
         use_dora=dora,
         init_lora_weights=init,
     )
+    if init not in LEAVES_WEIGHTS:
+        require_memory(model, f"init={init!r}")
     first, changed = not adapter_names(model), set(vars(model).get("_weights_before_lora", {}))
     keep_what_adapters_change(model, layers, init)
     done = False
@@ -113,6 +119,7 @@ def apply_lora_to_layers(
     return model
 
 
+@check_types()
 def split_lora_params(model: PreTrainedModel, adapter_name: str | None = None) -> State:
     """The parameters of an adapter, the active one by default: name -> tensor, detached, in the model's own memory.
 
@@ -121,6 +128,7 @@ def split_lora_params(model: PreTrainedModel, adapter_name: str | None = None) -
     return {name: parameter.detach() for name, parameter in _lora_parameters(model, adapter_name).items()}
 
 
+@check_types("pytree")
 @torch.no_grad()
 def merge_lora_params(model: PreTrainedModel, pytree: Mapping[str, Any], adapter_name: str | None = None) -> Any:
     """Copies the values of `pytree`, nested or flat, into an adapter of `model`, which is returned.
@@ -140,6 +148,7 @@ def merge_lora_params(model: PreTrainedModel, pytree: Mapping[str, Any], adapter
     return model
 
 
+@check_types()
 def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merge: bool = True) -> Any:
     """Takes the adapters out of `model`, which is returned: its layers are plain again, and train as before.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from easytorch.argument_types import check_types
 from easytorch.layers.deferred_head import without_logits
 from easytorch.layers.deferred_logits import SMALLEST
 from easytorch.layers.token_loss import HeadProduct
@@ -29,6 +30,7 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForVideo
                 "ForAudioClassification")  # fmt: skip
 
 
+@check_types("labels", "loss_config", "loss_kwargs")
 def compute_loss(
     model: PreTrainedModel,
     *,

@@ -68,7 +68,7 @@ def generate_rows(theirs: Callable[..., Any], model: Any, *args: Any, adapter_na
             del model._expand_inputs_for_generation
 
 
-def _layers(model: nn.Module, wanted: set[str]) -> list[nn.Module]:
+def _layers(model: Any, wanted: set[str]) -> list[nn.Module]:
     """PEFT's layers of `model`, once they are known to carry `wanted`."""
     peft = require_peft()
     tuners, copies = peft.tuners, peft.utils.other.AuxiliaryTrainingWrapper

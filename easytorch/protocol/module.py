@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,6 +64,7 @@ class ModuleMixin(_Base):
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """transformers' own; float_dtype and step: see `protocol.save_pretrained`."""
+        lazy.require_memory(self, "save_pretrained")
         if gather_fns is None and float_dtype is None and step is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         if args:
@@ -219,7 +221,11 @@ class ModuleMixin(_Base):
         return model
 
     def load_adapter(
-        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+        self,
+        peft_model_id: str | os.PathLike[str] | None = None,
+        adapter_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """transformers' own; an adapter of another model is an error, and the model is then as it was."""
         return adapter_loading.load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import flat
 from easytorch.protocol import conversion
 from easytorch.protocol.state import graphother, graphstate, split_module
@@ -37,6 +38,7 @@ _COUNTED = ("Adagrad", "RMSprop")
 _OTHERWISE = ("amsgrad", "centered", "dampening", "nesterov")
 
 
+@check_types()
 def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_state: Any = None) -> dict[str, Any]:
     """`{"step": ..., "params": tree, "opt_state": ...}` of numpy arrays of their own, in Flax's names.
 
@@ -49,29 +51,40 @@ def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_sta
     transform = conversion.transform_fn(model, copy=True)
     node: dict[str, Any] = {field: _tree(model, saved, slot, transform) for field, slot in fields.items()}
     if opt_state is None:
-        filled: Any = {"0": node}
+        filled: Any = {"0": node} if node else {}
+    elif not node:
+        _check_without_slots(opt_state, optimizer)
+        filled = opt_state
     else:
-        if len(list(_nodes(opt_state, set(fields)))) != 1:
+        found = list(_nodes(opt_state, set(fields)))
+        if len(found) != 1:
             raise ValueError(f"opt_state has not one place for {sorted(fields)}, the slots of {_name(optimizer)}")
+        _check_places(found[0], node)
         filled = _replaced(opt_state, node)
     params, stats = _apart(conversion.to_flax(model, copy=True))
     return {"step": step, "params": params, **stats, "opt_state": filled}
 
 
+@check_types()
 def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -> int:
     """Puts a train state of JAX into `model` and `optimizer`, in place, and returns its step.
 
     train_state: flax's `TrainState`, or a tree with "step", "params" and "opt_state", as Orbax restores one.
     `CheckpointError` or `ValueError` where something does not fit; both are then unchanged.
     """
-    parts = {key: _part(train_state, key) for key in ("step", "params", "opt_state")}
     fields = _fields(optimizer)
-    found = list(_nodes(parts["opt_state"], set(fields)))
+    parts = {key: _part(train_state, key) for key in ("step", "params")}
+    parts["opt_state"] = _part(train_state, "opt_state", optional=not fields)
+    found = list(_nodes(parts["opt_state"], set(fields))) if fields else [{}]
+    if not fields:
+        _check_without_slots(parts["opt_state"], optimizer)
     if len(found) != 1:
         raise ValueError(
             f"the opt_state has {len(found)} parts with {sorted(fields)}, the slots of {_name(optimizer)}; pass the "
             "state of one such optimizer over all parameters"
         )
+    for field in fields.keys() - {"count"}:
+        _check_places(found[0], {field: parts["params"]})
     _, stats = _apart(conversion.to_flax(model))
     given_stats = _part(train_state, "batch_stats", optional=not stats)
     values = _by_name(model, parts["params"], {"batch_stats": given_stats} if stats else {})
@@ -89,9 +102,8 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
         for value in slots.values():
             value["step"] = torch.tensor(float(np.asarray(parts["step"])))
     now = OptimizerState.of(optimizer, model)
-    state = OptimizerState(
-        now.kind, {name: slots[name] for group in now.groups for name in group["params"]}, now.groups
-    )
+    trained = [name for group in now.groups for name in group["params"]] if fields else []
+    state = OptimizerState(now.kind, {name: slots[name] for name in trained}, now.groups)
     graphdef, _, others = split_module(model)
     buffers = {name: values.get(name, one) for name, one in others.items()}
     parameters = {name: values[name] for name in graphstate(model)}
@@ -112,7 +124,33 @@ def _fields(optimizer: Optimizer) -> Mapping[str, str]:
             wrong.append(f"momentum={group['momentum']!r}")
         if wrong:
             raise ValueError(f"{_name(optimizer)} with {wrong[0]} keeps slots that optax has not")
+    if _name(optimizer) == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
+        return {}
     return fields
+
+
+def _check_without_slots(opt_state: Any, optimizer: Optimizer) -> None:
+    """`ValueError` where an optimizer without slots is given those of another; counts of steps alone are none."""
+    if slots := [name for name, one in flat({"opt_state": opt_state}).items() if np.ndim(one)]:
+        raise ValueError(f"{slots[0]} is a slot, and {_name(optimizer)} without momentum keeps none")
+
+
+def _check_places(there: Any, node: Mapping[str, Any]) -> None:
+    """`ValueError` where `there` keeps slots of other parameters, or of other shapes, than `node`."""
+    for field, tree in node.items():
+        have, given = (_shapes(one) for one in (_field(there, field), tree))
+        if wrong := [name for name in sorted(have.keys() | given.keys()) if have.get(name) != given.get(name)]:
+            name = wrong[0]
+            what = f"{field!r} of {name!r}" if name else repr(field)
+            raise ValueError(
+                f"opt_state has {what} in the shape {have.get(name)}, and the parameters have {given.get(name)}: make "
+                "it by init over all parameters of this model"
+            )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = flat(tree) if isinstance(tree, Mapping) else {"": tree}
+    return {name: tuple(np.shape(one)) for name, one in leaves.items() if hasattr(one, "shape") or np.isscalar(one)}
 
 
 def _tree(model: PreTrainedModel, saved: OptimizerState, slot: str, transform: conversion.Transform) -> Any:

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from easytorch.argument_types import check_types
 from easytorch.layers.quantized import QUANTIZED, QuantizedLinear, QuantizedStacks, is_quantized, quantize_stacks
 from easytorch.layers.simulated import is_simulated, simulate, stop_simulating
 from easytorch.protocol.dtypes import to_dtype
@@ -26,6 +27,7 @@ _STACKS = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 _NAMED = 3
 
 
+@check_types("quantization_config")
 def quantize(
     model: PreTrainedModel,
     quantization_config: QuantizationConfig | str | None = None,
@@ -80,6 +82,7 @@ def quantize(
     return model
 
 
+@check_types()
 def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
     """The reverse of `quantize`, but for the rounding: plain linear layers and experts, of `dtype` or as before.
 

@@ -9,15 +9,18 @@ import copy
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from easytorch.argument_types import check_types
 from easytorch.protocol.dtypes import dtype_of, to_dtype
+from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.mixed_adapters import generate_rows
 
 _LOG = logging.getLogger(__name__)
@@ -39,13 +42,14 @@ def refuse_jax(**given: Any) -> None:
             raise ValueError(f"{name} is JAX's alone: {OF_JAX[name]}; leave it out")
 
 
+@check_types("prng_key", "trace")
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor | None = None,
-    generation_config: Any = None,
+    generation_config: GenerationConfig | None = None,
     prng_key: torch.Generator | int | None = None,
     trace: bool | None = None,
-    logits_processor: Any = None,
+    logits_processor: list[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """transformers' `generate`. prng_key: a seed, or a generator one is drawn from, for this call's sampling.
@@ -55,6 +59,7 @@ def generate(
     """
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
+    require_memory(model, "generate")
     return generate_by(
         type(model).generate, model, input_ids, generation_config=generation_config, prng_key=prng_key, trace=trace,
         logits_processor=logits_processor, **kwargs,
@@ -94,6 +99,8 @@ def also_with_ours(model_class: Any) -> None:
 
     @functools.wraps(theirs)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == "meta":
+            require_memory(self, "generate")
         if kwargs.keys() & _ADDED:
             return generate_by(theirs, self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
@@ -101,9 +108,10 @@ def also_with_ours(model_class: Any) -> None:
     model_class.generate = generate
 
 
+@check_types("step", "float_dtype", "gather_fns")
 def save_pretrained(
     model: PreTrainedModel,
-    save_directory: Any,
+    save_directory: str | os.PathLike[str],
     push_to_hub: bool = False,
     token: str | bool | None = None,
     gather_fns: Mapping[str, Any] | None = None,
@@ -119,6 +127,7 @@ def save_pretrained(
     `ValueError` for `gather_fns`. theirs: the method to call, the class's by default.
     """
     refuse_jax(gather_fns=gather_fns)
+    require_memory(model, "save_pretrained")
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step={step!r} must be an int of at least 0")
     folder = save_directory if step is None else Path(save_directory) / f"checkpoint-{step}"
@@ -146,6 +155,7 @@ def save_pretrained(
     return result
 
 
+@check_types("gather_fns", "use_temp_dir", "mismatch_allowed", "float_dtype")
 def push_to_hub(
     model: PreTrainedModel,
     repo_id: str,

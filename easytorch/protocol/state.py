@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import nearest
 
@@ -80,26 +81,31 @@ class GraphDef:
         return f"GraphDef({self.module_class.__qualname__}, {len(tensors_of(self._skeleton))} tensors)"
 
 
+@check_types()
 def graphdef(model: nn.Module) -> GraphDef:
     """`model` without its tensors."""
     return GraphDef(model)
 
 
+@check_types()
 def graphstate(model: nn.Module) -> State:
     """The parameters of `model`: name -> tensor, detached, in the model's own memory."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@check_types()
 def graphother(model: nn.Module) -> State:
     """The buffers of `model`, those too that its checkpoints leave out: name -> tensor, in the model's own memory."""
     return dict(model.named_buffers())
 
 
+@check_types()
 def split_module(model: nn.Module) -> tuple[GraphDef, State, State]:
     """(graphdef, graphstate, graphother) of `model`: its structure, its parameters, its buffers."""
     return graphdef(model), graphstate(model), graphother(model)
 
 
+@check_types()
 def merge_module(
     definition: GraphDef, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> Any:
@@ -107,11 +113,13 @@ def merge_module(
     return definition.merge({**parameters, **buffers})
 
 
+@check_types()
 def split_params(model: nn.Module) -> State:
     """The parameters of `model`: `graphstate`."""
     return graphstate(model)
 
 
+@check_types("params_dict")
 def split_params_dict(model: nn.Module, params_dict: Mapping[str, Any] | None = None) -> dict[str, State]:
     """A dict of tensors, nested or flat, in its parts: `{"params": ..., "buffers": ...}`, flat.
 
@@ -126,6 +134,7 @@ def split_params_dict(model: nn.Module, params_dict: Mapping[str, Any] | None = 
     return parts
 
 
+@check_types("tree")
 def merge_params(model: nn.Module, tree: Mapping[str, Any]) -> Any:
     """Puts the parameters of `tree`, nested or flat, into `model`, which is returned; none may be missing.
 
@@ -136,17 +145,20 @@ def merge_params(model: nn.Module, tree: Mapping[str, Any]) -> Any:
     return _merge(model, tree, complete=True)
 
 
+@check_types("params_dict")
 def merge_params_dict(model: nn.Module, params_dict: Mapping[str, Any]) -> Any:
     """`merge_params` with some of the parameters and buffers; those that are not given stay as they are."""
     return _merge(model, params_dict, complete=False)
 
 
+@check_types("tree")
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """`{"layers": {"0": {"weight": w}}}` -> `{"layers.0.weight": w}`; a flat dict comes back as it is."""
     _check_mapping(tree)
     return flat(tree, separator=".")
 
 
+@check_types("leaves")
 def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """`{"layers.0.weight": w}` -> `{"layers": {"0": {"weight": w}}}`, what Flax calls a pytree of parameters.
 

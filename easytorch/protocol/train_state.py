@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from easytorch.argument_types import check_types
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.storage.atomic import new_folder
@@ -35,7 +36,10 @@ TENSORS, STATE, CONFIG = "train_state.safetensors", "train_state.json", "config.
 # Some hundred bytes a tensor.
 _STATE_LIMIT = 1 << 28
 # Slots of torch's own optimizers that have their parameter's shape.
-_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum")
+_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum"}
+_SHAPED |= {"ax", "grad_avg", "prev", "variance"}
+# Adafactor's, of rows and columns.
+_FACTORED = {"row_var": -1, "col_var": -2}
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class OptimizerState:
             if name not in parameters:
                 raise ValueError(f"{name!r} has slots, and is no parameter{nearest(name, parameters)}")
             for slot, value in values.items():
-                shaped = slot in _SHAPED and isinstance(value, torch.Tensor)
-                if shaped and value.shape != parameters[name].shape:
+                wanted = _shape(slot, parameters[name])
+                if wanted is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != wanted:
                     shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameters[name].shape)}"
                     raise ValueError(f"the slot {slot!r} of {name!r} has the shape {shapes}")
 
@@ -84,11 +88,18 @@ class OptimizerState:
         self.check(optimizer, model)
         parameters = dict(model.named_parameters())
         optimizer.state.clear()
+        groups = {name: group for group in self.groups for name in group["params"]}
         for name, values in self.slots.items():
-            device = parameters[name].device
-            optimizer.state[parameters[name]] = {slot: _placed(slot, one, device) for slot, one in values.items()}
+            device, group = parameters[name].device, groups.get(name, {})
+            placed = {slot: _placed(slot, one, device, group) for slot, one in values.items()}
+            optimizer.state[parameters[name]] = placed
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            for key, value in saved.items():
+                if key != "params":
+                    # a copy: schedulers write to a learning rate that is a tensor
+                    device = value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
+                    there = group.get(key)
+                    group[key] = _placed(key, value, there.device if isinstance(there, torch.Tensor) else device, saved)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,9 @@ class TrainState:
         `TypeError` for an optimizer whose state is neither tensors nor what JSON holds. For a model that
         `from_pretrained` reads, save `state.model`.
         """
+        for values in (self.graphstate, self.graphother):
+            if empty := next((name for name, one in values.items() if one.is_meta), None):
+                raise ValueError(f"{empty!r} of the state is on the meta device and has no values to save")
         tensors: dict[str, torch.Tensor] = {}
         content = {
             "format": "easytorch train state",
@@ -145,6 +159,8 @@ class TrainState:
                 "slots": _encode(self.optimizer.slots, "slots", tensors),
                 "groups": _encode(self.optimizer.groups, "groups", tensors),
             }
+        if self.graphdef.config is None:
+            raise TypeError(f"{type(model).__name__} has no config to save; it must be a model of transformers")
         text = json.dumps(content)
         with new_folder(Path(folder)) as partial:
             self.graphdef.config.save_pretrained(partial)
@@ -152,6 +168,7 @@ class TrainState:
             (partial / STATE).write_text(text, encoding="utf-8")
 
 
+@check_types("step")
 def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int = 0) -> TrainState:
     """The train state of `model`, with the slots of `optimizer` where one is given."""
     if type(step) is not int or step < 0:
@@ -160,7 +177,8 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
     return TrainState(step, *split_module(model), slots)
 
 
-def load_state(folder: str | Path, *, model_class: Any) -> TrainState:
+@check_types()
+def load_state(folder: str | Path, *, model_class: type[Any]) -> TrainState:
     """The state that `TrainState.save` wrote, its tensors on the CPU, quantized layers and adapters included.
 
     model_class: that of the model, or an auto class.
@@ -211,15 +229,27 @@ def _change_layers(model: Any, content: Mapping[str, Any]) -> None:
         add_described_adapters(model, content["adapters"], content["active_adapters"])
 
 
+def _shape(slot: str, parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape that a slot of torch's own optimizers has; None where it is another one's, or a number."""
+    shape = list(parameter.shape)
+    if slot in _FACTORED and len(shape) > 1:
+        shape[_FACTORED[slot]] = 1
+    return tuple(shape) if slot in _SHAPED | _FACTORED.keys() else None
+
+
 def _kind(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _placed(slot: str, value: Any, device: torch.device) -> Any:
-    """A copy of a slot beside its parameter; torch's optimizers count steps on the CPU."""
+def _placed(slot: str, value: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
+    """A copy of a slot beside its parameter; torch's optimizers count steps on the CPU unless they are fused there."""
+    if isinstance(value, list | tuple):  # LBFGS keeps lists of directions
+        return type(value)(_placed(slot, one, device, group) for one in value)
     if not isinstance(value, torch.Tensor):
         return value
-    return value.clone() if slot == "step" else value.to(device, copy=True)
+    if slot == "step" and not (group.get("fused") or group.get("capturable")):
+        return value.clone()
+    return value.to(device, copy=True)
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -133,6 +133,12 @@ def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
             "32 columns a uint8 scale",
         ),
         (lambda tensors, layer: tensors.update({f"{layer}.weight_global_scale": torch.ones(2)}), "beside scales of"),
+        (
+            lambda tensors, layer: tensors.update(
+                {f"{layer}.weight_scale": tensors[f"{layer}.weight_scale"].float().to(torch.uint8)}
+            ),
+            "32 columns a uint8 scale",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change: Any, reason: str, tmp_path: Path) -> None:
@@ -160,3 +166,30 @@ def test_a_head_in_four_bits_is_decoded(tmp_path: Path) -> None:
     with torch.no_grad():
         expected.lm_head.weight.copy_(model.lm_head.weight)
     torch.testing.assert_close(logits(model), logits(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_the_rarer_format_is_decoded(tmp_path: Path) -> None:
+    compressed("llama", "mxfp4", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = min(one for one in tensors if one.endswith("weight_packed")).removesuffix(".weight_packed")
+    packed = tensors[f"{layer}.weight_packed"]
+    tensors[f"{layer}.weight_scale"] = torch.ones(len(packed), packed.shape[1] // 8).to(torch.float8_e4m3fn)
+    write(tmp_path, tensors)
+    model = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+    assert torch.equal(model.get_submodule(layer).weight, NUMBERS[codes])
+    kinds = {one.settings.format for one in model.modules() if isinstance(one, QuantizedLinear)}
+    assert kinds == {"mxfp4"}
+
+
+@pytest.mark.parametrize("part", ["blocks", "one stack"])
+def test_experts_of_gpt_oss_that_do_not_fit(part: str, tmp_path: Path) -> None:
+    _, tensors = theirs("gpt_oss", tmp_path)
+    name = next(one for one in tensors if one.endswith("gate_up_proj"))
+    parts = blocks(tensors.pop(name))
+    if part == "blocks":
+        parts["blocks"] = parts["blocks"].flatten(2)
+    write(tmp_path, tensors | {f"{name}_{key}": one for key, one in parts.items()}, {"quant_method": "mxfp4"})
+    words = {"blocks": r"not \(experts, N, K / 32, 16\)", "one stack": "are quantized together"}[part]
+    with pytest.raises(CheckpointError, match=words):
+        easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)

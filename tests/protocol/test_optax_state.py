@@ -131,6 +131,37 @@ def test_flax_train_states_through_orbax(tmp_path):
                 assert torch.equal(optimizer.state[one][slot], optimizer_other.state[two][slot])
 
 
+def test_plain_sgd_keeps_no_slots():
+    model, other = build("llama"), build("llama", seed=1)
+    optimizer, optimizer_other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    step(model, optimizer, 0)
+    theirs = optax.sgd(0.1).init(params_of(model))
+    tree = protocol.to_optax(model, optimizer, step=1, opt_state=theirs)
+    assert tree["opt_state"] == theirs and protocol.to_optax(model, optimizer, step=1)["opt_state"] == {}
+    assert protocol.from_optax(tree, other, optimizer_other) == 1
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    for change in (
+        lambda state: protocol.to_optax(model, optimizer, step=1, opt_state=state),
+        lambda state: protocol.from_optax(tree | {"opt_state": state}, other, optimizer_other),
+    ):
+        with pytest.raises(ValueError, match=r"is a slot, and SGD without momentum keeps none"):
+            change(optax.adam(0.1).init(params_of(model)))
+
+
+def test_states_over_some_parameters_are_refused():
+    """Muon's has Adam's slots for what is no matrix: they are not of every parameter."""
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    muon = optax.contrib.muon(0.1).init(params_of(model))
+    with pytest.raises(ValueError, match="make it by init over all parameters of this model"):
+        protocol.to_optax(model, optimizer, step=1, opt_state=muon)
+    with pytest.raises(ValueError, match="make it by init over all parameters of this model"):
+        protocol.from_optax({"step": 1, "params": params_of(model), "opt_state": muon}, model, optimizer)
+    with pytest.raises(ValueError, match="Muon keeps slots that optax has not"):
+        protocol.to_optax(model, torch.optim.Muon([model.lm_head.weight]), step=1, opt_state=muon)
+
+
 def test_slots_keep_float32_beside_bf16_weights():
     model = build("llama").to_dtype(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -199,7 +199,9 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, max_iter=2),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, max_iter=6),
+    "muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=1e-2),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
 }
 
 
@@ -228,6 +230,50 @@ def test_training_goes_on_bit_for_bit(kind, dtype, tmp_path):
         train(model, optimizer)
         train(again, optimizer_again)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_schedule_and_groups_go_on_bit_for_bit(tmp_path):
+    def made(seed):
+        model = build("llama", seed=seed)
+        norms = [one for one in model.parameters() if one.dim() == 1]
+        others = {"params": [one for one in model.parameters() if one.dim() > 1], "weight_decay": 0.1, "foreach": True}
+        rate = {"lr": torch.tensor(0.1)}  # schedulers write into a tensor
+        optimizer = torch.optim.AdamW([{"params": norms, "foreach": False} | rate, others], lr=0.01)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    def go_on(model, optimizer, schedule):
+        for _ in range(2):
+            train(model, optimizer)
+            schedule.step()
+
+    parts = made(0)
+    go_on(*parts)
+    model, optimizer, schedule = parts
+    model.to_state(optimizer, step=2).save(tmp_path / "state")
+    position = copy.deepcopy(schedule.state_dict())
+    go_on(*parts)
+    state = protocol.load_state(tmp_path / "state", model_class=type(model))
+    for _ in range(2):  # what was restored first does not change the state
+        again = made(1)
+        assert state.restore(again[0], again[1]) == 2
+        again[2].load_state_dict(position)
+        go_on(*again)
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again[0].parameters(), strict=True))
+        assert float(again[1].param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
+
+
+def test_steps_of_a_fused_optimizer_are_beside_the_parameters():
+    """On an accelerator a fused or capturable optimizer refuses a step that is on the CPU."""
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    train(model, optimizer)
+    for fused in (True, False):
+        state = model.to_state(optimizer).optimizer
+        state.groups[0]["fused"] = fused
+        other = protocol.lazy_init(type(model), model.config)
+        there = torch.optim.AdamW(other.parameters())
+        state.restore(there, other)
+        assert {slots["step"].is_meta for slots in there.state.values()} == {fused}
 
 
 def test_slots_keep_their_dtype_and_follow_names():
@@ -333,6 +379,17 @@ def test_states_that_do_not_fit(tmp_path):
     cut = protocol.OptimizerState(state.optimizer.kind, slots, state.optimizer.groups)
     with pytest.raises(ValueError, match=r"the slot 'exp_avg' of 'model.norm.weight' has the shape \(31,\)"):
         cut.restore(optimizer, model)
+    factored = torch.optim.Adafactor(model.parameters())
+    train(model, factored)
+    for slot, name in (("row_var", "lm_head.weight"), ("col_var", "lm_head.weight"), ("variance", "model.norm.weight")):
+        state = model.to_state(factored).optimizer
+        state.slots[name][slot] = state.slots[name][slot].repeat(2, *[1] * (state.slots[name][slot].dim() - 1))
+        with pytest.raises(ValueError, match=f"the slot '{slot}' of '{name}' has the shape"):
+            state.restore(factored, model)
+    with pytest.raises(TypeError, match="to_state: optimizer='adamw' must be an Optimizer or None"):
+        model.to_state("adamw")
+    with pytest.raises(TypeError, match="Linear has no config to save"):
+        protocol.to_state(torch.nn.Linear(2, 2)).save(tmp_path / "linear")
     with pytest.raises(ValueError, match="step=-1 must be"):
         model.to_state(step=-1)
     with pytest.raises(ValueError, match="holds no optimizer"):

@@ -1,0 +1,24 @@
+"""A sample of `scripts/check_caches.py`: a native model, one with recurrent layers, and a class of transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_caches.py"
+
+
+def test_every_kind_of_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("check_caches", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    caches = ["StaticCache", "QuantizedCache_fp8", "ours_static", "ours_int8", "pages"]
+    for models, ways in ((["gemma2", "apertus"], ["beams", "turns"]), (["qwen3_next", "t5"], ["lookup", "several"])):
+        arguments = ["--models", *models, "--caches", *caches, "--ways", *ways]
+        assert script.main(arguments) == 0, capsys.readouterr().out
+    inner = script.generate  # another token of ours is noticed
+    script.generate = lambda model, *rest: inner(model, *rest) + type(model).__module__.startswith("easytorch")
+    assert script.main(["--models", "llama", "--caches", "ours_int8", "--ways", "greedy"]) == 1
