@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import easytorch
 from easytorch.bridge.errors import CheckpointError
+from easytorch.layers.packed_weights import fp4_weight
 from easytorch.layers.quantized import QuantizedLinear, QuantizedStacks
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -193,3 +194,10 @@ def test_experts_of_gpt_oss_that_do_not_fit(part: str, tmp_path: Path) -> None:
     words = {"blocks": r"not \(experts, N, K / 32, 16\)", "one stack": "are quantized together"}[part]
     with pytest.raises(CheckpointError, match=words):
         easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_exponent_that_is_no_number() -> None:
+    ones = torch.full((1, 16), 0x22, dtype=torch.uint8)
+    scale = torch.tensor([[255]], dtype=torch.uint8)
+    assert bool(fp4_weight(ones, scale).dequantized().isnan().all())
+    assert torch.equal(fp4_weight(ones, scale - 128).dequantized(), torch.ones(1, 32))
