@@ -1,0 +1,29 @@
+"""Every head that transformers' auto classes have for a native type is native, or named here with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from transformers.models.auto import modeling_auto
+
+import easytorch
+from easytorch.protocol.native_classes import families
+
+# class -> why it stays transformers'
+STOCK = {"JevForDecision": "a model with code of its own over the decoders of several types"}
+
+
+def test_every_head_of_a_native_type_is_native() -> None:
+    types, stock, native = families(), set(), Counter[str]()
+    for auto in set(easytorch.__all__).intersection(dir(modeling_auto)):
+        mapping: Any = getattr(easytorch, auto)._model_mapping
+        for config_class in (one for one in mapping if one.model_type.replace("-", "_") in types):
+            found = mapping[config_class]
+            for one in found if isinstance(found, tuple) else (found,):
+                if one.__module__.startswith("easytorch.models."):
+                    native[auto] += 1
+                elif one.__name__ not in STOCK:
+                    stock.add((auto, config_class.model_type, one.__name__))
+    assert not stock
+    assert native["AutoModel"] > 80 and native["AutoModelForCausalLM"] > 50 and len(native) > 15, native
