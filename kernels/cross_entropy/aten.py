@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,12 @@ def supports(softcap: float | None, z_loss: float | None) -> str | None:
     """None when ATen has what the call asks for, else the reason why not."""
     if softcap is not None:
         return "ATen has no softcap"
-    return "ATen has no z_loss" if z_loss else None
+    return "ATen has no z_loss" if z_loss is not None and not _is_zero(z_loss) else None
+
+
+def _is_zero(number: Any) -> bool:
+    """False for what is no number, which the definition refuses."""
+    return isinstance(number, int | float) and number == 0
 
 
 def cross_entropy(

@@ -44,6 +44,7 @@ class AttentionImpl(OperationImpl):
     """`attn(query, key, value, **features)`: (B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> `AttentionOutput`."""
 
     settings: ClassVar[tuple[str, ...]] = ("runtime_softmax_dtype", "softmax_scale", "dropout_prob")
+    _feature_names: ClassVar[frozenset[str]]  # the names that a call with three positional tensors may give
     takes_seed = frozenset({"native"})  # the backends whose dropout follows `seed`
     carries: ClassVar[Mapping[str, frozenset[str]]] = {}  # backend -> features that not every kernel has
 
@@ -58,10 +59,19 @@ class AttentionImpl(OperationImpl):
             and given.dropout_prob == 0.0
         )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # empty where three tensors are not all, which the check of every operation looks at
+        known = cls._keywords if cls._required == cls._leading == 3 else None
+        cls._feature_names = frozenset() if known is None else known - frozenset((cls._positional or ())[:3])
+
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # unrolled: this check is a tenth of the dispatch of a small call
-        if len(args) != 3 or not (
-            isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor)
+        if (
+            len(args) != 3
+            or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor) and isinstance(args[2], Tensor))
+            or not kwargs.keys() <= self._feature_names
+            or not (args[0].layout is args[1].layout is args[2].layout is torch.strided)
         ):
             super().check_call(args, kwargs)
         causal = kwargs.get("causal")

@@ -39,9 +39,13 @@ def compare_with_definition(choice: Choice, result: Any, expected: Any) -> None:
     if not pairs:
         _raise(choice, "output", f"{type(result).__name__} has no tensor beside one of {type(expected).__name__}")
     for field, got, want in pairs:
-        if got.shape != want.shape or got.dtype != want.dtype:
+        device = got.device.type
+        lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if got.shape != want.shape or (got.dtype != want.dtype and lowered is None):
             _raise(choice, field, f"{got.dtype} {tuple(got.shape)} instead of {want.dtype} {tuple(want.shape)}")
         error, tolerance = relative_rms_error(got, want), TOLERANCE.get(got.dtype, 0.0)
+        if lowered is not None:  # each rounds where autocast lowers an operation of ATen: to another step of the call
+            tolerance = max(tolerance, 2 * TOLERANCE.get(lowered, 0.0))
         if not error <= tolerance:
             _raise(choice, field, f"relative RMS error {error:.3g}, allowed {tolerance:.3g} in {got.dtype}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -23,6 +24,7 @@ from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 from easytorch.operations.dispatch.metadata import OF_EVERY_OPERATION, OperationMetadata
+from easytorch.operations.dispatch.overrides import depth, has_own_path, offers_cpp, runs_unchecked, takes_every_call
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
@@ -46,6 +48,11 @@ class Choice(NamedTuple):
     backend: str
     reason: str
     unconditional: bool = False  # whether it supports every call that it is a candidate of: `supports` is not asked
+
+    @property
+    def runs(self) -> str:
+        """The method that is called: of what `prefers_cpp` has looked at, `run_cpp`, which may leave that out."""
+        return "run_cpp" if self.method == "forward_cpp" and self.unconditional else self.method
 
     @property
     def implementation(self) -> str:
@@ -80,24 +87,27 @@ class OperationImpl(BaseOperation):
     _tensor_names: ClassVar[frozenset[str]]
     _keywords: ClassVar[frozenset[str] | None]  # every name that a call may give; None: any
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
+    _names_before: ClassVar[tuple[frozenset[str], ...]]  # of n positional arguments, by n
     _cpp: ClassVar[bool] = False  # whether `prefers_cpp` is asked
+    _own_paths: ClassVar[frozenset[str]] = frozenset()  # the platforms whose path is asked instead of `candidates`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        own = cls.__dict__  # what a class overrides is what runs
-        if "run_cpp" not in own and ("forward_cpp" in own or "run" in own):
-            cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]
-        if "forward_cpp" in own or "paths" in own:
-            cls._cpp = "forward_cpp" in own or "cpp" in own["paths"]
-        elif "forward_cpu" in own:
-            cls._cpp = False
+        own = cls.__dict__
         for platform, library in own.get("paths", {}).items():
             if f"forward_{platform}" not in own:
                 name = cls.primary_name()
                 setattr(cls, f"forward_{platform}", path(platform, library, cls.folder or name, name, cls.functions))
         super().__init_subclass__(**kwargs)
+        cls._cpp = offers_cpp(cls)
+        if not runs_unchecked(cls):
+            cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]
+        if cls.candidates is not OperationImpl.candidates:
+            cls._own_paths = frozenset(one for one in PLATFORMS if has_own_path(cls, cls._paths[one][0]))
         cls._tensors, cls._positional = _signature_of(cls.forward_native)
         names = _keywords_of(cls.forward_native)
         cls._keywords = None if names is None else frozenset(names)
+        positional = cls._positional or ()
+        cls._names_before = tuple(frozenset(positional[:count]) for count in range(len(positional) + 1))
         cls._leading = sum(place == number for number, (place, _, _) in enumerate(cls._tensors))
         later = [place for place, _, _ in cls._tensors[cls._leading :]]
         cls._no_tensor_before = later[0] if later else len(cls._positional or ())
@@ -106,6 +116,10 @@ class OperationImpl(BaseOperation):
         cls._flags = _flags_of(cls.forward_native)
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        if not isinstance(metadata, OperationMetadata | None):
+            raise TypeError(
+                f"{self.primary_name()}: metadata must be OperationMetadata or None, got {described(metadata)}"
+            )
         self.metadata = OperationMetadata() if metadata is None else metadata
         self._name = self.primary_name()
         if metadata is not None:
@@ -113,11 +127,34 @@ class OperationImpl(BaseOperation):
         # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
         self._own: dict[str, tuple[Choice, ...]] = {  # platform -> its path, which most operations have one of
-            platform: (Choice(self, method, platform, backend, _reason_of(method), backend in self.unconditional),)
+            platform: (
+                Choice(self, method, platform, backend, _reason_of(method), self._takes_every_call(method, backend)),
+            )
             for platform, (method, backend) in self._paths.items()
         }
-        cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason, unconditional=True)  # `prefers_cpp` asks
-        self.cpp_choices: tuple[Choice, ...] = (cpp,) if self._cpp else ()
+        self.cpp_choices: tuple[Choice, ...] = self._choices_of_cpp() if self._cpp else ()
+
+    def _choices_of_cpp(self) -> tuple[Choice, ...]:
+        """The operator in C++, and behind it the path for the CPU where a subclass may refuse what is preferred."""
+        cls = type(self)
+        asked = depth(cls, "supports", "supports_features", "refusal") < depth(cls, "prefers_cpp", "forward_cpp")
+        cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason, unconditional=not asked)
+        return (cpp, *self._own["cpu"]) if asked else (cpp,)
+
+    @classmethod
+    def _takes_every_call(cls, method: str, backend: str) -> bool:
+        return takes_every_call(cls, method, backend, cls.unconditional)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "metadata" and name in self.__dict__:
+            raise AttributeError(
+                f"{self.primary_name()}: the metadata of an operation is fixed; make another one, "
+                f"OperationRegistry.create(name, metadata)"
+            )
+        super().__setattr__(name, value)
+
+    def __copy__(self) -> OperationImpl:
+        return copy.deepcopy(self, {id(self.metadata): self.metadata})  # its choices name the operation itself
 
     @classmethod
     @abstractmethod
@@ -186,13 +223,11 @@ class OperationImpl(BaseOperation):
         self.check_call(args, kwargs)
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
-            if choice.method == "forward_cpp":  # `prefers_cpp` has looked at the call: it is not checked again
-                return choice.operation.run_cpp(*args, **kwargs)
         else:
             choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
             if checking() and not torch.compiler.is_compiling():
                 return self._checked(choice, args, kwargs)
-        return getattr(choice.operation, choice.method)(*args, **kwargs)
+        return getattr(choice.operation, choice.runs)(*args, **kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`TypeError` for too many positional arguments and for what must be a tensor and is not.
@@ -202,6 +237,9 @@ class OperationImpl(BaseOperation):
         given, most = len(args), self._positional
         if kwargs and self._keywords is not None and not kwargs.keys() <= self._keywords:
             raise self._unknown_keyword(kwargs)
+        if kwargs and given < len(self._names_before) and not self._names_before[given].isdisjoint(kwargs):
+            name = next(one for one in kwargs if one in self._names_before[given])
+            raise TypeError(f"{self.primary_name()}() got multiple values for argument {name!r}")
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
             # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
@@ -245,7 +283,7 @@ class OperationImpl(BaseOperation):
 
     def _checked(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of `choice`, compared with the definition where both can be given the same randomness."""
-        run = getattr(choice.operation, choice.method)
+        run = getattr(choice.operation, choice.runs)
         pinned = choice.operation.reproducible(choice.backend, kwargs)
         if pinned is None:
             return run(*args, **kwargs)
@@ -299,7 +337,8 @@ class OperationImpl(BaseOperation):
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
-        for choice in self.candidates(platform, args, kwargs):
+        offered = self._own[platform] if platform in self._own_paths else self.candidates(platform, args, kwargs)
+        for choice in offered:
             if choice.unconditional and not refusals:
                 return choice
             refusal = None if choice.unconditional else self.refusal_of(choice, args, kwargs)
@@ -367,7 +406,8 @@ class OperationImpl(BaseOperation):
                     f"another"
                 )
         refusal = FORWARD_REFUSAL if backend not in PLAIN_TORCH and forward_mode() else None
-        refusal = refusal or self.supports(backend, *args, **kwargs)
+        if refusal is None and not self._takes_every_call(method, backend):
+            refusal = self.supports(backend, *args, **kwargs)
         if refusal is not None:
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")
         return Choice(self, method, platform, backend, "forced")

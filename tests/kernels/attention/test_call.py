@@ -33,8 +33,10 @@ from easytorch.operations.dispatch.impl import UnsupportedOperationError
 
 ROOT = Path(__file__).parents[3]
 FEATURES = {"softcap", "sinks"}  # two that nothing else is called
-ROOMS = ("kernels/attention", "kernels/blocksparse", "kernels/decode", "kernels/multi_latent", "kernels/ragged_page",
-         "kernels/ring", "easytorch/operations", "easytorch/operations/attention", "easytorch/layers")  # fmt: skip
+ROOMS = (
+    "kernels/attention", "kernels/blocksparse", "kernels/decode", "kernels/decoder_step", "kernels/multi_latent",
+    "kernels/ragged_page", "kernels/ring", "easytorch/operations", "easytorch/operations/attention", "easytorch/layers",
+)  # fmt: skip
 
 # The functions that take these two one by one, and why the record does not do.
 ONE_BY_ONE = {
