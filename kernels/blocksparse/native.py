@@ -30,6 +30,8 @@ def attention(
     check_structure(query, chunk_size, prefix_length)
     column = torch.arange(keys, device=query.device)
     own = torch.arange(length, device=query.device)[:, None] + keys - length
+    if mask is not None:  # checked before it is combined with what the structure hides
+        attention_contract.resolve(query, key, value, mask=mask)
     parts = [] if mask is None else [mask]
     if chunk_size is not None:
         parts.append(column // chunk_size == own // chunk_size)

@@ -178,6 +178,9 @@ def test_errors(backend: str) -> None:
         attention(**given, prefix_length=torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match="key/value heads"):
         attention(given["query"], given["key"][:, :, :1], given["value"])
+    for mask in (torch.ones(3, 3), torch.ones(7, 5, 3, 2, dtype=torch.bool), [True]):
+        with pytest.raises((TypeError, ValueError), match=r"attention: mask|mask must"):
+            attention(**given, chunk_size=4, mask=mask)
 
 
 def test_the_names_and_a_forced_choice() -> None:

@@ -49,6 +49,15 @@ def test_long_sequences_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("forced", FORCED)
+def test_the_state_of_one_tap_is_empty_and_is_taken_again(forced: str | None) -> None:
+    run, x, weight = causal_conv1d(forced), torch.randn(2, 3, 6), torch.randn(6, 1)
+    with torch.no_grad():
+        first = run(x, weight)
+        again = run(x, weight, initial_state=first.final_state)
+    assert first.final_state.shape == (2, 6, 0) and torch.equal(first.outputs, again.outputs)
+
+
+@pytest.mark.parametrize("forced", FORCED)
 def test_errors(forced: str | None) -> None:
     run, x = causal_conv1d(forced), torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match=r"weight must be \(8, W\), got \(4, 3\)"):
