@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import logging
-import re
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -27,6 +24,7 @@ from easytorch.operations.dispatch.metadata import OF_EVERY_OPERATION, Operation
 from easytorch.operations.dispatch.overrides import depth, has_own_path, offers_cpp, runs_unchecked, takes_every_call
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
+from easytorch.operations.dispatch.signature import flags_of, keywords_of, signature_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +101,8 @@ class OperationImpl(BaseOperation):
             cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]
         if cls.candidates is not OperationImpl.candidates:
             cls._own_paths = frozenset(one for one in PLATFORMS if has_own_path(cls, cls._paths[one][0]))
-        cls._tensors, cls._positional = _signature_of(cls.forward_native)
-        names = _keywords_of(cls.forward_native)
+        cls._tensors, cls._positional = signature_of(cls.forward_native)
+        names = keywords_of(cls.forward_native)
         cls._keywords = None if names is None else frozenset(names)
         positional = cls._positional or ()
         cls._names_before = tuple(frozenset(positional[:count]) for count in range(len(positional) + 1))
@@ -113,7 +111,7 @@ class OperationImpl(BaseOperation):
         cls._no_tensor_before = later[0] if later else len(cls._positional or ())
         cls._required = sum(not optional for _, _, optional in cls._tensors)
         cls._tensor_names = frozenset(name for _, name, _ in cls._tensors)
-        cls._flags = _flags_of(cls.forward_native)
+        cls._flags = flags_of(cls.forward_native)
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         if not isinstance(metadata, OperationMetadata | None):
@@ -271,7 +269,7 @@ class OperationImpl(BaseOperation):
         self._check_flags(args, kwargs)
 
     def _unknown_keyword(self, kwargs: dict[str, Any]) -> TypeError:
-        name, known = self.primary_name(), _keywords_of(type(self).forward_native) or ()
+        name, known = self.primary_name(), keywords_of(type(self).forward_native) or ()
         unknown = next(given for given in kwargs if given not in known)
         return TypeError(f"{name}() got an unexpected keyword argument {unknown!r}; it takes {', '.join(known)}")
 
@@ -456,57 +454,6 @@ def _reason_of(method: str) -> str:
 _ABSENT = object()
 _STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_TENSOR = re.compile(r"(torch\.)?Tensor|Optional|<class 'torch.Tensor'>")  # multi_latent.py's Optional is one or None
-
-
-def _signature_of(definition: Callable[..., Any]) -> tuple[tuple[tuple[int, str, bool], ...], tuple[str, ...] | None]:
-    """From a method's signature: position and name of each tensor, and whether it may be None; the names of all
-    positional arguments, None where it takes any number of them.
-    """
-    parameters = list(inspect.signature(definition).parameters.values())[1:]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return (), None
-    places = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    tensors = tuple(
-        (place, p.name, p.default is None)
-        for place, p in enumerate(places)
-        if _TENSOR.fullmatch(str(p.annotation).removesuffix(" | None"))
-    )
-    return tensors, tuple(p.name for p in places)
-
-
-def _keywords_of(definition: Callable[..., Any]) -> tuple[str, ...] | None:
-    """From a method's signature: every name that may be given; None where it takes any."""
-    names: list[str] = []
-    for parameter in list(inspect.signature(definition).parameters.values())[1:]:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            options = _options_of(definition, parameter)
-            if options is None:
-                return None
-            names += options
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            names.append(parameter.name)
-    return tuple(names)
-
-
-def _options_of(definition: Callable[..., Any], parameter: inspect.Parameter) -> dict[str, Any] | None:
-    """Name -> annotation of `**options: Unpack[Options]`; None of other ones."""
-    unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-    options = getattr(definition, "__globals__", {}).get(unpacked[1]) if unpacked else None
-    return getattr(options, "__annotations__", None)
-
-
-def _flags_of(definition: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
-    """From a method's signature: position and name of each `bool`, those of `**options: Unpack[Options]` included."""
-    found: list[tuple[int, str]] = []
-    for place, parameter in enumerate(list(inspect.signature(definition).parameters.values())[1:]):
-        if parameter.kind is parameter.VAR_KEYWORD:
-            kinds = _options_of(definition, parameter) or {}
-            found += [(sys.maxsize, n) for n, kind in kinds.items() if getattr(kind, "__forward_arg__", "") == "bool"]
-        elif str(parameter.annotation) == "bool":
-            keyword = parameter.kind is parameter.KEYWORD_ONLY
-            found.append((sys.maxsize if keyword else place, parameter.name))
-    return tuple(found)
 
 
 _logged: set[tuple[str, str, str]] = set()
