@@ -21,7 +21,14 @@ from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 from easytorch.operations.dispatch.metadata import OF_EVERY_OPERATION, OperationMetadata
-from easytorch.operations.dispatch.overrides import depth, has_own_path, offers_cpp, runs_unchecked, takes_every_call
+from easytorch.operations.dispatch.overrides import (
+    depth,
+    has_own_path,
+    offers_cpp,
+    own_paths_first,
+    runs_unchecked,
+    takes_every_call,
+)
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 from easytorch.operations.dispatch.signature import flags_of, keywords_of, signature_of
@@ -87,7 +94,6 @@ class OperationImpl(BaseOperation):
     _flags: ClassVar[tuple[tuple[int, str], ...]]  # place and name of what is True or False; one without a place: last
     _names_before: ClassVar[tuple[frozenset[str], ...]]  # of n positional arguments, by n
     _cpp: ClassVar[bool] = False  # whether `prefers_cpp` is asked
-    _own_paths: ClassVar[frozenset[str]] = frozenset()  # the platforms whose path is asked instead of `candidates`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         own = cls.__dict__
@@ -99,8 +105,9 @@ class OperationImpl(BaseOperation):
         cls._cpp = offers_cpp(cls)
         if not runs_unchecked(cls):
             cls.run_cpp = OperationImpl.run_cpp  # type: ignore[method-assign]
-        if cls.candidates is not OperationImpl.candidates:
-            cls._own_paths = frozenset(one for one in PLATFORMS if has_own_path(cls, cls._paths[one][0]))
+        own_paths = frozenset(one for one in PLATFORMS if has_own_path(cls, cls._paths[one][0]))
+        if own_paths and cls.candidates is not OperationImpl.candidates:
+            cls.candidates = own_paths_first(own_paths, cls.candidates)  # type: ignore[method-assign]
         cls._tensors, cls._positional = signature_of(cls.forward_native)
         names = keywords_of(cls.forward_native)
         cls._keywords = None if names is None else frozenset(names)
@@ -221,6 +228,8 @@ class OperationImpl(BaseOperation):
         self.check_call(args, kwargs)
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
+            if choice.method != "forward_cpp":  # `choice.runs`, of which this is the common case
+                return getattr(choice.operation, choice.method)(*args, **kwargs)
         else:
             choice = self.choose_on(platform_of(args, kwargs), args, kwargs)
             if checking() and not torch.compiler.is_compiling():
@@ -335,8 +344,7 @@ class OperationImpl(BaseOperation):
     def choose_freely(self, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
-        offered = self._own[platform] if platform in self._own_paths else self.candidates(platform, args, kwargs)
-        for choice in offered:
+        for choice in self.candidates(platform, args, kwargs):
             if choice.unconditional and not refusals:
                 return choice
             refusal = None if choice.unconditional else self.refusal_of(choice, args, kwargs)

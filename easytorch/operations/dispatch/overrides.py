@@ -5,6 +5,9 @@ A class that comes earlier in the method resolution order is the more derived on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from easytorch.operations.dispatch.paths import FILES
 
 
@@ -42,3 +45,12 @@ def takes_every_call(cls: type, method: str, backend: str, unconditional: frozen
 def has_own_path(cls: type, method: str) -> bool:
     """Whether a path is more derived than the `candidates` that would choose among others."""
     return method != "forward_native" and depth(cls, method) < depth(cls, "candidates")
+
+
+def own_paths_first(platforms: frozenset[str], candidates: Callable[..., Any]) -> Callable[..., Any]:
+    """`candidates`, but on `platforms` the path of the class alone."""
+
+    def own(self: Any, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._own[platform] if platform in platforms else candidates(self, platform, args, kwargs)
+
+    return own
