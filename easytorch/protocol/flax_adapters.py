@@ -176,7 +176,10 @@ def _known(model: PreTrainedModel, schemes: Sequence[str], stems: Mapping[str, A
 
         def owner(leaf: str, wanted: Mapping[str, str] = wanted) -> str | None:
             own = _bare(model, leaf)
-            return wanted.get(own) or wanted.get(own.rpartition("/")[0])
+            found = [wanted[one] for one in (own, own.rpartition("/")[0]) if one in wanted]
+            if len(found) > 1:  # beside the kernel and beside its folder
+                raise CheckpointError("is given twice", tensor=found[1])
+            return found[0] if found else None
 
         try:
             steps = _steps(model, architecture, scheme)

@@ -164,3 +164,39 @@ def test_what_has_no_place_in_jax_is_refused() -> None:
         protocol.lora_to_flax(model)
     with pytest.raises(ValueError, match="must be one of nnx, qwix, maxtext"):
         protocol.lora_to_flax(model, leaves="peft")
+
+
+def test_the_factor_of_rank_stabilized_adapters() -> None:
+    model = plain("llama")
+    protocol.apply_lora_to_layers(model, 4, r"layers\.0\.mlp\.up_proj", alpha=ALPHA, rslora=True, rngs=0)
+    state = {key: torch.randn_like(one) for key, one in protocol.split_lora_params(model).items()}
+    protocol.merge_lora_params(model, state)
+    up = next(one for key, one in state.items() if "lora_B" in key)
+    for leaves, times in (("nnx", ALPHA / 2), ("qwix", 2.0)):  # qwix counts alpha / 4 itself
+        tree = flat(protocol.lora_to_flax(model, scheme="easydel", leaves=leaves))
+        b = next(one for key, one in tree.items() if key.endswith("lora_b"))
+        np.testing.assert_allclose(b, up.numpy().T * times, rtol=1e-6)
+
+
+def test_adapters_of_several_ranks_are_refused_both_ways() -> None:
+    tree = flat(protocol.lora_to_flax(adapted("llama"), scheme="easydel"))
+    cut = {
+        key: (one[:, :2] if key.endswith("a") else one[:2]) if "up_proj" in key else one for key, one in tree.items()
+    }
+    with pytest.raises(CheckpointError, match=r"has the ranks \[2, 3\]"):
+        protocol.lora_from_flax(plain("llama"), nested(cut))
+    from peft import LoraConfig
+
+    model = plain("llama")
+    model.add_adapter(LoraConfig(r=3, target_modules=["up_proj"], rank_pattern={r"layers\.0\.mlp\.up_proj": 2}))
+    with pytest.raises(ValueError, match=r"wi_1/kernel holds layers whose adapters have the ranks \[2, 3\]"):
+        protocol.lora_to_flax(model, scheme="maxtext", leaves="qwix")
+    written = flat(protocol.lora_to_flax(model, scheme="easydel"))
+    assert {one.shape[-1] for key, one in written.items() if key.endswith("lora_a")} == {2, 3}
+
+
+def test_an_adapter_that_is_given_twice_is_refused() -> None:
+    tree = flat(protocol.lora_to_flax(adapted("llama", "q_proj"), scheme="easydel"))
+    twice = tree | {key.replace("/lora_", "/kernel_lora_"): one for key, one in tree.items()}
+    with pytest.raises(CheckpointError, match="q_proj': is given twice"):
+        protocol.lora_from_flax(plain("llama"), nested(twice))
