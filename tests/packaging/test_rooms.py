@@ -136,6 +136,21 @@ def test_the_modules_at_the_top_are_imported_by_the_rooms_that_the_page_lists() 
     assert not {"kernels", "bridge"} & set().union(*used.values()), "these rooms import nothing of the package"
 
 
+# The rooms that modules at the top import: the public names, the command line, and what stands in for other rooms.
+OF_TOP = {
+    "__init__": {"auto", "operations"},
+    "__main__": {"cli"},
+}
+
+
+def test_the_modules_at_the_top_import_few_rooms() -> None:
+    found: dict[str, set[str]] = {}
+    for path in (path for path in SOURCES if room_of(path) is None):
+        if rooms := {room for _, room in imported_rooms(path)}:
+            found[path.stem] = rooms
+    assert found == OF_TOP
+
+
 def test_public_names_count_as_imports_of_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = tmp_path / "easytorch" / "training" / "probe.py"
     probe.parent.mkdir(parents=True)
