@@ -172,3 +172,19 @@ def test_what_is_no_feature_of_attention_is_refused_at_every_size(name: str, rec
         for call in (operation, operation.choose):
             with pytest.raises((TypeError, ValueError), match="dense"):
                 call(*args)
+
+
+def test_paths_to_kernels_that_are_not_there_say_so() -> None:
+    def new_name(cls: type[OperationImpl]) -> str:
+        return "my_norm"
+
+    body = {"get_impl_name": classmethod(new_name), "paths": {"cpu": "aten"}}
+    with pytest.raises(
+        ValueError, match=r"my_norm: paths names my_norm of easytorch.kernels.my_norm.aten, which is not"
+    ):
+        type("MyNorm", (RMSNorm,), dict(body))
+    with pytest.raises(
+        ValueError, match=r"my_norm: paths names my_norm of easytorch.kernels.rms_norm.aten, which is not"
+    ):
+        type("MyNorm", (RMSNorm,), body | {"folder": "rms_norm"})
+    assert type("MyNorm", (RMSNorm,), body | {"folder": "rms_norm", "functions": {"aten": "aten.rms_norm"}})

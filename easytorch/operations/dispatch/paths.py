@@ -39,6 +39,20 @@ def place_of(backend: str, name: str, functions: Mapping[str, str]) -> tuple[str
     return file, function
 
 
+def _kernel(name: str, folder: str, file: str, function: str) -> Callable[..., Any]:
+    where = f"easytorch.kernels.{folder}.{file}"
+    try:
+        found: Callable[..., Any] = getattr(import_module(where), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not where.startswith(str(error.name)):
+            raise
+        raise ValueError(
+            f"{name}: paths names {function} of {where}, which is not there; set `folder` and `functions`, or write "
+            f"the method forward_<platform>"
+        ) from error
+    return found
+
+
 def path(platform: str, backend: str, folder: str, name: str, functions: Mapping[str, str]) -> Callable[..., Any]:
     """`forward_<platform>`: `self.run(kernel, *args, **kwargs)` for a function of kernels/`folder`/, by `backend`."""
     if platform not in (known := (*PLATFORMS, "gpu", "cpp")):
@@ -48,7 +62,7 @@ def path(platform: str, backend: str, folder: str, name: str, functions: Mapping
     method = f"forward_{platform}"
     file, function = place_of(backend, name, functions)
     if backend in _EVERYWHERE:  # imported with the operation, since every process may run it: no import at a call
-        kernel = getattr(import_module(f"easytorch.kernels.{folder}.{file}"), function)
+        kernel = _kernel(name, folder, file, function)
 
         def made(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self.run(kernel, *args, **kwargs)
