@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -88,12 +89,28 @@ class TransformerCache(Cache):
         return (past > 0 or rows <= self.rows) and past + tokens <= self.longest
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers' of a dynamic cache; `ValueError` for one whose memory is allocated, or in few bits."""
+        """As transformers' of a dynamic cache; `ValueError` for one whose memory is allocated, or in few bits.
+
+        Where a layer refuses, all of them are as they were.
+        """
         if self.kind == "static":
             raise ValueError(
                 "a static cache cannot be cropped, as assisted generation does; make it with kind='dynamic'"
             )
-        super().crop(tokens_to_remove)
+        # a layer tells whether it can be cropped only by trying; its tensors are replaced, not written to
+        before = [
+            {name: copy.copy(one) if isinstance(one, dict | list) else one for name, one in vars(layer).items()}
+            for layer in self.layers
+        ]
+        done = False
+        try:
+            super().crop(tokens_to_remove)
+            done = True
+        finally:
+            if not done:
+                for layer, values in zip(self.layers, before, strict=True):
+                    vars(layer).clear()
+                    vars(layer).update(values)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -258,6 +258,25 @@ def test_the_memory_of_a_container(tmp_path, monkeypatch):
         memory.free_and_total(torch.device("meta"))
 
 
+@pytest.mark.parametrize("kind", ["int8", "dynamic"])
+def test_a_refused_crop_leaves_the_cache_as_it_was(kind):
+    """The layers before the one that refuses too: a quantized one, or a window that has let tokens go."""
+    types = ["sliding_attention", "full_attention"]
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16 if kind == "int8" else 3}
+    config = transformers.Gemma3TextConfig(**SIZES | sizes, layer_types=types if kind == "int8" else types[::-1])
+    torch.manual_seed(0)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache, untouched = model.init_cache(2, 64, kind=kind), model.init_cache(2, 64, kind=kind)
+        model(IDS, past_key_values=cache)
+        model(IDS, past_key_values=untouched)
+        with pytest.raises((ValueError, RuntimeError), match=r"cannot be cropped|crop` was called"):
+            cache.crop(-2)
+        assert [layer.get_seq_length() for layer in cache.layers] == [IDS.shape[1]] * 2
+        logits = [model(IDS[:, :1], past_key_values=one).logits for one in (cache, untouched)]
+    assert torch.equal(*logits)
+
+
 def test_what_does_not_fit_is_one_error():
     llama, metadata = model_of("llama"), protocol.create_paged_metadata(model_of("llama"), 1.0, 4, 32)
     bert = easytorch.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES))
