@@ -133,18 +133,37 @@ def _check_not_tied(name: str, module: nn.Module, holders: dict[int, list[str]])
 
 def merge_active(model: PreTrainedModel) -> None:
     """Adds the active adapters to the weights of all layers, or of none if one of the sums is not finite."""
-    merged: list[Any] = []
-    done = False
+    layers = wrapped_layers(model).values()
+    for layer in layers:
+        _try_to_merge(layer)
+    for layer in layers:
+        layer.merge(safe_merge=True)
+
+
+def _try_to_merge(layer: Any) -> None:
+    """Merges one layer, for PEFT's errors, and puts the very numbers back: to subtract an adapter would round them.
+
+    One by one, so that no more than a layer's weights are in memory twice.
+    """
+    kept = [
+        (module, name, parameter, parameter.data, parameter.detach().clone())
+        for module in layer.get_base_layer().modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    merged = list(layer.merged_adapters)  # by the user, before
     try:
-        for layer in wrapped_layers(model).values():
-            merged.append(layer)
-            layer.merge(safe_merge=True)
-        done = True
+        layer.merge(safe_merge=True)
     finally:
-        if not done:
-            for layer in merged:
-                if layer.merged:
-                    layer.unmerge()
+        if merged:
+            layer.merged_adapters[:] = merged
+        elif layer.merged:
+            layer.unmerge()
+        with torch.no_grad():
+            for module, name, parameter, data, values in kept:
+                module._parameters[name] = parameter
+                data.copy_(values)
+                parameter.data = data
 
 
 def take_out(model: PreTrainedModel, *, merged: bool = False) -> None:

@@ -255,6 +255,25 @@ def test_values_that_do_not_fit():
     assert len(model.split_lora_params()) == len(values)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_refused_merge_leaves_the_very_numbers(dora):
+    """Of the layers before the broken one too, which in bfloat16 an adapter added and subtracted would round."""
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).to_dtype("bfloat16")
+    model.apply_lora_to_layers(4, "q_proj", rngs=0, dora=dora)
+    broken = "model.layers.1.self_attn.q_proj.lora_B.weight"
+    model.merge_lora_params({**filled(model), broken: torch.full((32, 4), torch.inf)})
+    before = {name: (one.data_ptr(), one.clone()) for name, one in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"(?i)nan"):
+        model.unwrap_lora_to_layers()
+    after = dict(model.named_parameters())
+    assert all(
+        after[name].data_ptr() == there and torch.equal(after[name], one) for name, (there, one) in before.items()
+    )
+    model.merge_lora_params({**filled(model), broken: torch.zeros(32, 4)})
+    expected = model(IDS).logits
+    torch.testing.assert_close(model.unwrap_lora_to_layers()(IDS).logits, expected, rtol=0, atol=0.05)
+
+
 def test_a_model_of_transformers():
     model = transformers.T5ForConditionalGeneration(copy.deepcopy(T5))
     protocol.apply_lora_to_layers(model, 2)
