@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,7 +13,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.integrations import PeftAdapterMixin
 
 from easytorch.argument_types import check_types
-from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, require_peft, take_out
+from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, put_back, require_peft, wrapped_layers
+from easytorch.protocol.mixed_adapters import BASE
 
 
 @check_types()
@@ -31,16 +33,18 @@ def load_adapter(
     require_peft()
     folder = None if peft_model_id is None else os.fspath(peft_model_id)
     name, known = adapter_name or "default", adapter_names(model)
+    check_adapter_name(name)
     kwargs["weight_mapping"] = _with_magnitudes(model, name, kwargs)
     if name in known:  # an error of transformers, or a hot swap
         return PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
     keep_what_adapters_change(model, {}, True)
     active = model.active_adapters() if known else []
+    required = {key: one.requires_grad for key, one in model.named_parameters()}
     done = False
     try:
         info: Any = PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
         left = sorted(getattr(info, "unexpected_keys", ()))
-        missing = sorted(key for key in getattr(info, "missing_keys", ()) if f".{name}." in key)
+        missing = _of_adapter(model, name, getattr(info, "missing_keys", ()))
         if left or missing:
             what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it"
             raise ValueError(f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: {what}")
@@ -51,8 +55,14 @@ def load_adapter(
         ) from error
     finally:
         if not done:
-            _put_back(model, name, known, active)
+            put_back(model, name, known, active, required)
     return info
+
+
+def check_adapter_name(name: str) -> None:
+    """`ValueError` for the name that stands for no adapter in a batch's `adapter_names`."""
+    if name == BASE:
+        raise ValueError(f"adapter_name={BASE!r} stands for no adapter, in adapter_names; give this one another name")
 
 
 def _with_magnitudes(model: Any, name: str, kwargs: dict[str, Any]) -> list[Any]:
@@ -65,9 +75,10 @@ def _with_magnitudes(model: Any, name: str, kwargs: dict[str, Any]) -> list[Any]
     return [*(given or get_model_conversion_mapping(model)), magnitude]
 
 
-def _put_back(model: Any, name: str, known: list[str], active: list[str]) -> None:
-    if not known:
-        take_out(model)
-    elif name in model.peft_config:
-        model.delete_adapter(name)
-        model.set_adapter(active)
+def _of_adapter(model: Any, name: str, keys: Iterable[str]) -> list[str]:
+    """Those of `keys`, sorted, that are tensors of the adapter `name`, which may be the name of a layer too."""
+    copies: Any = require_peft().utils.other.ModulesToSaveWrapper
+    parts = {(path, part) for path, layer in wrapped_layers(model).items() for part in layer.adapter_layer_names}
+    parts |= {(path, "modules_to_save") for path, one in model.named_modules() if isinstance(one, copies)}
+    begins = tuple(f"{path}.{part}.{name}." for path, part in parts)
+    return sorted(key for key in keys if f"{key}.".startswith(begins))

@@ -166,6 +166,21 @@ def _try_to_merge(layer: Any) -> None:
                 parameter.data = data
 
 
+def put_back(model: PreTrainedModel, name: str, known: list[str], active: list[str], required: dict[str, bool]) -> None:
+    """Takes out the adapter `name` alone, which was not added whole; the others are as they were.
+
+    known, active, required: the adapters, the active ones and what required gradients before.
+    """
+    if not known:
+        take_out(model)
+        return
+    if name in model.peft_config:
+        model.delete_adapter(name)
+    model.set_adapter(active)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(required.get(key, parameter.requires_grad))
+
+
 def take_out(model: PreTrainedModel, *, merged: bool = False) -> None:
     """Replaces PEFT's layers by the plain ones and restores what required gradients before.
 

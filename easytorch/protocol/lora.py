@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from easytorch.argument_types import check_types
 from easytorch.bridge.errors import nearest
+from easytorch.protocol.adapter_loading import check_adapter_name
 from easytorch.protocol.adapters import (
     LEAVES_WEIGHTS,
     adapter_names,
@@ -31,6 +32,7 @@ from easytorch.protocol.adapters import (
     check_mergeable,
     keep_what_adapters_change,
     merge_active,
+    put_back,
     require_peft,
     restore_weights,
     take_out,
@@ -96,7 +98,9 @@ def apply_lora_to_layers(
     )
     if init not in LEAVES_WEIGHTS:
         require_memory(model, f"init={init!r}")
-    first, changed = not adapter_names(model), set(vars(model).get("_weights_before_lora", {}))
+    known, changed = adapter_names(model), set(vars(model).get("_weights_before_lora", {}))
+    active = model.active_adapters() if known else []
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     keep_what_adapters_change(model, layers, init)
     done = False
     try:
@@ -108,12 +112,10 @@ def apply_lora_to_layers(
         done = True
     finally:
         # PEFT checks some settings when it makes the layers, one after the other.
-        if not done and first:
-            take_out(model)
-        elif not done:
-            restore_weights(model, set(layers) - changed)
-            if adapter_name in model.peft_config:
-                model.delete_adapter(adapter_name)
+        if not done:
+            if known:
+                restore_weights(model, set(layers) - changed)
+            put_back(model, adapter_name, known, active, required)
     if verbose:
         _LOG.warning("LoRA of rank %d in %d layers: %s", lora_rank, len(layers), ", ".join(layers))
     return model
@@ -187,6 +189,7 @@ def _check_settings(rank: Any, pattern: Any, rngs: Any, alpha: Any, dropout: Any
         raise ValueError(f"dropout={dropout!r} must be at least 0 and below 1")
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"adapter_name={adapter_name!r} must be a name without dots, as 'default'")
+    check_adapter_name(adapter_name)
 
 
 def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 import easytorch
@@ -425,14 +425,14 @@ def test_what_an_adapter_adds_is_scaled():
 
 
 @pytest.mark.parametrize("other", [{"hidden_size": 48}, {"num_hidden_layers": 3}])
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("second", [False, True, "frozen"])
 def test_an_adapter_of_another_model_is_refused_whole(other, second, tmp_path):
     """Of other shapes, and of layers that the model lacks, which transformers would leave out with a warning."""
     theirs = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | other))
     theirs.apply_lora_to_layers(2, "q_proj").save_pretrained(tmp_path)
     model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     if second:
-        model.apply_lora_to_layers(2, "q_proj", adapter_name="first", rngs=0)
+        model.apply_lora_to_layers(2, "q_proj", adapter_name="first", rngs=0).requires_grad_(second is True)
     before = {name: (one.requires_grad, one.clone()) for name, one in model.named_parameters()}
     with pytest.raises(ValueError, match="is of another model than LlamaForCausalLM"):
         model.load_adapter(tmp_path, "new")
@@ -442,6 +442,26 @@ def test_an_adapter_of_another_model_is_refused_whole(other, second, tmp_path):
         one.requires_grad == before[name][0] and torch.equal(one, before[name][1]) for name, one in after.items()
     )
     assert not second or model.active_adapters() == ["first"]
+
+
+def test_an_adapter_may_have_the_name_of_a_layer(tmp_path):
+    """Its own tensors are found by their places, not by the name; the one that means no adapter is refused."""
+    models = [easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)) for _ in range(2)]
+    models[0].apply_lora_to_layers(2, "q_proj", rngs=0).save_pretrained(tmp_path / "whole")
+    models[1].load_adapter(tmp_path / "whole", "q_proj")
+    one, two = models[0].split_lora_params(), models[1].split_lora_params("q_proj")
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    file = tmp_path / "whole" / "adapter_model.safetensors"
+    save_file(dict(list(load_file(file).items())[1:]), file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lora_A\.up_proj\.weight' is not in it"):
+        models[1].load_adapter(tmp_path / "whole", "up_proj")
+    for add in (
+        lambda: models[1].load_adapter(file.parent, "__base__"),
+        lambda: models[1].apply_lora_to_layers(2, adapter_name="__base__"),
+    ):
+        with pytest.raises(ValueError, match="adapter_name='__base__' stands for no adapter"):
+            add()
+    assert list(models[1].peft_config) == ["q_proj"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
