@@ -45,9 +45,15 @@ def described_adapters(model: Any) -> list[list[Any]]:
     return described
 
 
+def frozen_before_adapters(model: Any) -> list[str]:
+    """The parameters that required no gradients before the first adapter, by the names that they had then."""
+    return [name for name, required in vars(model).get(_REQUIRED, {}).items() if not required]
+
+
 def add_described_adapters(model: Any, described: list[list[Any]], active: list[str]) -> None:
     """Puts in adapters whose values, and those of the weights below them, are filled later."""
     peft = require_peft()
+    keep_what_adapters_change(model, {}, True)
     for name, content in described:
         config = peft.get_peft_config(dict(content))
         begins = getattr(config, "init_lora_weights", True)

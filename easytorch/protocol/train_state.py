@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -26,7 +27,7 @@ from easytorch.argument_types import check_types
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError, nearest
 from easytorch.bridge.storage.atomic import new_folder
-from easytorch.protocol.adapters import add_described_adapters, described_adapters
+from easytorch.protocol.adapters import add_described_adapters, described_adapters, frozen_before_adapters
 from easytorch.protocol.lazy import lazy_init
 from easytorch.protocol.quantization import quantize
 from easytorch.protocol.quantization_config import METHOD, QuantizationConfig
@@ -151,8 +152,10 @@ class TrainState:
             "buffers": _encode(self.graphother, "buffers", tensors),
         }
         model = self.graphdef.skeleton
+        content["frozen"] = [name for name, one in model.named_parameters() if not one.requires_grad]
         if adapters := described_adapters(model):
             content["adapters"], content["active_adapters"] = adapters, model.active_adapters()
+            content["frozen_before_adapters"] = frozen_before_adapters(model)
         if self.optimizer is not None:
             content["optimizer"] = {
                 "kind": self.optimizer.kind,
@@ -203,21 +206,46 @@ def load_state(folder: str | Path, *, model_class: type[Any]) -> TrainState:
         step = int(content["step"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"is damaged ({error}); save the state again", file=folder / TENSORS) from error
+    model = lazy_init(model_class, _read_config(folder, model_class))
+    _change_layers(model, content, folder / STATE)
+    try:
+        checked(model, {**parts["params"], **parts["buffers"]}, complete=True)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"does not fit {type(model).__name__}: {error}", file=folder) from error
+    _freeze(model, content, "frozen", folder / STATE)
+    return TrainState(step, GraphDef(model), parts["params"], parts["buffers"], optimizer)
+
+
+def _read_config(folder: Path, model_class: type[Any]) -> Any:
+    read_json(folder / CONFIG, limit=_STATE_LIMIT)
     config_class = getattr(model_class, "config_class", None)
     if config_class is None:
         from transformers import AutoConfig
 
         config_class = AutoConfig
-    model = lazy_init(model_class, config_class.from_pretrained(folder))
-    _change_layers(model, content)
     try:
-        checked(model, {**parts["params"], **parts["buffers"]}, complete=True)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"does not fit {type(model).__name__}: {error}", file=folder) from error
-    return TrainState(step, GraphDef(model), parts["params"], parts["buffers"], optimizer)
+        return config_class.from_pretrained(folder)
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"is damaged ({reason}); save the state again", file=folder / CONFIG) from error
 
 
-def _change_layers(model: Any, content: Mapping[str, Any]) -> None:
+def _freeze(model: nn.Module, content: Mapping[str, Any], key: str, file: Path) -> None:
+    """Freezes the parameters that `content` lists under `key`, and no others; states of before have no such list."""
+    if key not in content:
+        return
+    names, parameters = content[key], dict(model.named_parameters())
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"is damaged: {key!r} is no list of names; save the state again", file=file)
+    if unknown := [name for name in names if name not in parameters]:
+        raise CheckpointError(f"does not fit {type(model).__name__}: it has no parameter {unknown[0]!r}", file=file)
+    frozen = set(names)
+    for name, parameter in parameters.items():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(name not in frozen)
+
+
+def _change_layers(model: Any, content: Mapping[str, Any], file: Path) -> None:
     """Gives a new model the quantized layers that its config names, and the adapters of a saved state."""
     quantized = getattr(model.config, "quantization_config", None)
     if quantized is not None:
@@ -226,6 +254,7 @@ def _change_layers(model: Any, content: Mapping[str, Any]) -> None:
         if given.get("quant_method") == METHOD:
             quantize(model, QuantizationConfig(**given))
     if content.get("adapters"):
+        _freeze(model, content, "frozen_before_adapters", file)
         add_described_adapters(model, content["adapters"], content["active_adapters"])
 
 

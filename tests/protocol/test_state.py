@@ -359,6 +359,32 @@ def test_adapters_and_quantized_layers_are_restored(format_, init, tmp_path):
     assert state.restore(again, other) == 1
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_state_keeps_what_is_frozen(adapters, tmp_path):
+    """With adapters also what is frozen once they are taken out; a state without the lists loads as ever."""
+    model = build("llama-tied")
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    if adapters:
+        model.apply_lora_to_layers(2, "q_proj|v_proj")
+        model.model.layers[0].self_attn.q_proj.lora_A.requires_grad_(False)
+    model.to_state().save(tmp_path / "state")
+    again = protocol.load_state(tmp_path / "state", model_class=type(model)).model
+    for change in (lambda one: one, protocol.unwrap_lora_to_layers if adapters else lambda one: one):
+        one, two = ({name: p.requires_grad for name, p in change(m).named_parameters()} for m in (model, again))
+        assert one == two and len(set(one.values())) == 2
+    file = tmp_path / "state" / "train_state.json"
+    content = json.loads(file.read_text())
+    for frozen, match in ((["no"], "has no parameter 'no'"), ("no", "'frozen' is no list of names")):
+        file.write_text(json.dumps(content | {"frozen": frozen}))
+        with pytest.raises(CheckpointError, match=match):
+            protocol.load_state(tmp_path / "state", model_class=type(model))
+    file.write_text(json.dumps({key: one for key, one in content.items() if not key.startswith("frozen")}))
+    old = protocol.load_state(tmp_path / "state", model_class=type(model)).model
+    assert all(one.requires_grad == (not adapters or "lora_" in name) for name, one in old.named_parameters())
+
+
 def test_states_that_do_not_fit(tmp_path):
     model = build("llama")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -405,6 +431,20 @@ def test_folders_that_are_no_state(tmp_path):
         model.to_state(step=2).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="does not fit BertForMaskedLM"):
         protocol.load_state(tmp_path / "state", model_class=transformers.BertForMaskedLM)
+    config = tmp_path / "state" / "config.json"
+    whole = config.read_text()
+    for content, message in {
+        "{": "is not valid JSON",
+        "[]": "holds a JSON list",
+        json.dumps(json.loads(whole) | {"hidden_size": "x"}): "is damaged",
+    }.items():
+        config.write_text(content)
+        with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+            protocol.load_state(tmp_path / "state", model_class=type(model))
+    config.unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        protocol.load_state(tmp_path / "state", model_class=type(model))
+    config.write_text(whole)
     file = tmp_path / "state" / "train_state.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is damaged"):
