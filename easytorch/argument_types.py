@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
+import numpy as np
 import torch
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _LONGEST = 60
+_ALSO: dict[Any, Any] = {list: list | tuple, dict: Mapping}
 
 
 def check_types(*but: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator: `TypeError` before the function runs where an argument is of none of its annotation's types.
 
-    bool is no int, an int is a float, and any module is a model: wrappers (`torch.compile`, PEFT's, DDP's) stand for
-    the model inside. What says nothing (`Any`) or is inside a container is left to the function, and so are the
+    bool is no int, an int is a float, NumPy's numbers are Python's, 0 and 1 are a bool, a tuple is a list, any mapping
+    is a dict, a path is what `os.fspath` takes, and any module is a model: wrappers (`torch.compile`, PEFT's, DDP's)
+    are left to the function. What says nothing (`Any`) or is inside a container is left to the function, and so are the
     arguments `but`, of which it has more to say.
     """
 
@@ -47,7 +51,10 @@ def _check(
     function: Callable[..., Any], signature: inspect.Signature, but: tuple[str, ...], args: Any, kwargs: Any
 ) -> None:
     hints = _hints(function)
-    given = signature.bind(*args, **kwargs).arguments  # Python's own TypeError for names and counts
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:  # for names and counts
+        raise TypeError(f"{function.__name__}() {error}") from None
     for name, value in given.items():
         if name in hints and name not in but and not _fits(value, hints[name]):
             raise TypeError(f"{function.__name__}: {name}={_shown(value)} must be {_words(hints[name])}")
@@ -77,13 +84,17 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if origin is type:
-        return isinstance(value, type)
+        return isinstance(value, type | types.GenericAlias | types.UnionType)
     kind = origin or hint
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     if kind in (int, float):
-        return isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
-    return isinstance(value, torch.nn.Module if _is_model(kind) else kind)
+        return isinstance(value, numbers.Real if kind is float else numbers.Integral) and not isinstance(value, bool)
+    if kind is bool:
+        return isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
+    if isinstance(kind, type) and issubclass(kind, os.PathLike):
+        return isinstance(value, os.PathLike)
+    return isinstance(value, torch.nn.Module if _is_model(kind) else _ALSO.get(kind, kind))
 
 
 def _is_model(kind: type) -> bool:
@@ -109,6 +120,9 @@ def _words(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of the user's class
+        return f"<{type(value).__name__}>"
     simple = isinstance(value, str | bytes | int | float | list | dict | tuple | None | torch.dtype)
     return text if simple and len(text) <= _LONGEST else f"<{type(value).__name__}>"

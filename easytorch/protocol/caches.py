@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def init_cache(
     model: PreTrainedModel,
     batch_size: int,
     max_length: int,
-    starts: Tensor | None = None,
+    starts: Tensor | Sequence[int] | int | None = None,
     shardings: Mapping[str, Any] | None = None,
     pad_token_id: int | None = None,
     *,
@@ -133,7 +133,7 @@ def prepare_inputs_for_generation(
     input_ids: Tensor,
     max_length: int,
     pad_token_id: int | None = None,
-    starts: Tensor | None = None,
+    starts: Tensor | Sequence[int] | int | None = None,
     shardings: Mapping[str, Any] | None = None,
     attention_mask: Tensor | None = None,
     token_type_ids: Tensor | None = None,

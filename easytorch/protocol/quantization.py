@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from easytorch.argument_types import check_types
 from easytorch.layers.quantized import QUANTIZED, QuantizedLinear, QuantizedStacks, is_quantized, quantize_stacks
 from easytorch.layers.simulated import is_simulated, simulate, stop_simulating
-from easytorch.protocol.dtypes import to_dtype
+from easytorch.protocol.dtypes import dtype_of, to_dtype
 from easytorch.protocol.quantization_config import METHOD, QuantizationConfig
 
 _LOG = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def quantize(
             transposed = isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
             simulate(module, parameter, config.settings, transposed)
         return model
+    config_of_its_own(model)
     _replace(model, config, layers, stacks)
     marked: Any = model
     marked.hf_quantizer = EasyTorchQuantizer(config, pre_quantized=True)
@@ -82,12 +83,23 @@ def quantize(
     return model
 
 
+def config_of_its_own(model: PreTrainedModel) -> None:
+    """Gives the model and its modules a copy of their config: models that are built of one config hold the same one."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        held = vars(module).get("config")
+        if held is not None and id(held) in copies:
+            module.config = copies[id(held)]
+
+
 @check_types()
-def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
+def dequantize(model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
     """The reverse of `quantize`, but for the rounding: plain linear layers and experts, of `dtype` or as before.
 
     Weights that `simulate` rounds in every forward pass are those that were trained again, not rounded.
     """
+    dtype = None if dtype is None else dtype_of(dtype)
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, QUANTIZED)]
     if simulated := _simulated(model):
         for module in simulated:
@@ -97,6 +109,7 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
         raise ValueError(f"{type(model).__name__} is not quantized")
     if any(name.endswith(".base_layer") for name, _ in found):
         raise ValueError("the model carries an adapter: unwrap_lora_to_layers first")
+    config_of_its_own(model)
     for name, module in found:
         if isinstance(module, QuantizedLinear):
             _put(model, name, module.decoded(dtype))

@@ -11,6 +11,7 @@ the parameter's name, not by its number in the optimizer, so that they fit one t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
 
 
 @check_types()
-def load_state(folder: str | Path, *, model_class: type[Any]) -> TrainState:
+def load_state(folder: str | os.PathLike[str], *, model_class: type[Any]) -> TrainState:
     """The state that `TrainState.save` wrote, its tensors on the CPU, quantized layers and adapters included.
 
     model_class: that of the model, or an auto class.

@@ -271,7 +271,7 @@ def test_check_mode(sample: Sample, compared: list[str]) -> None:
         return tree_map_only(Tensor, lambda x: x * 1.01, run(**named, **call.settings))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice.operation, choice.method, wrong)
+        patch.setattr(choice.operation, choice.runs, wrong)
         patch.setattr(call.operation, "definition", lambda *_, **__: expected)
         with pytest.raises(OperationMismatchError, match=f"{choice.implementation}.*differs from its definition"):
             call(*sample.inputs())

@@ -6,8 +6,10 @@ import copy
 import inspect
 import linecache
 import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -102,6 +104,46 @@ def test_what_counts_as_a_type():
         assert str(found.value) == words
     with pytest.raises(TypeError, match="unexpected keyword argument 'e'"):
         function(1, e=2)
+
+
+def test_what_python_takes_for_a_type_is_taken():
+    @check_types()
+    def function(
+        a: int = 1, b: float = 1.0, c: list[Any] | None = None, d: dict[str, Any] | None = None, e: bool = True,
+        f: str | Path = "x",
+    ) -> None: ...  # fmt: skip
+
+    class Folder:
+        def __fspath__(self) -> str:
+            return "x"
+
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("of the user")
+
+    for given in ({"a": np.int64(2)}, {"b": np.float32(2)}, {"c": ()}, {"d": types.MappingProxyType({})}, {"e": 0},
+                  {"e": np.bool_(True)}, {"f": Folder()}, {"f": Path("x")}):  # fmt: skip
+        function(**given)
+    for wrong in ({"a": np.bool_(True)}, {"a": 1.0}, {"a": np.float32(1)}, {"e": 2}, {"c": {}}, {"f": Broken()}):
+        with pytest.raises(TypeError, match=rf"function: {next(iter(wrong))}="):
+            function(**wrong)
+    with pytest.raises(TypeError, match=r"^function\(\) got an unexpected keyword argument 'g'"):
+        function(g=1)
+
+
+def test_starts_and_folders_as_the_reference_has_them(tmp_path):
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    for starts in (2, [2, 2, 2], torch.tensor([2, 2, 2])):
+        assert model.init_cache(3, 8, starts=starts).layers
+        model.prepare_inputs_for_generation(torch.ones(3, 4, dtype=torch.long), 8, starts=starts)
+    protocol.to_state(model).save(tmp_path / "state")
+
+    class Folder:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "state")
+
+    assert protocol.load_state(Folder(), model_class=type(model)).step == 0
+    protocol.return_type_adjuster(list[int])(len)
 
 
 def test_wrappers_of_a_model_are_models():

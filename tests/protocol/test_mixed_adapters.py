@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 
 import peft
 import pytest
 import torch
-from transformers import BioGptConfig, GPT2Config, LlamaConfig, Qwen2VLConfig, T5Config
+from transformers import BioGptConfig, CLIPVisionConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen2VLConfig, T5Config
 
 import easytorch
 from easytorch import protocol
@@ -137,3 +139,59 @@ def test_a_class_of_transformers_refuses_them_but_generates():
     for adapter, rows in (("one", [0, 3]), ("two", [2])):
         model.set_adapter(adapter)
         assert torch.equal(found[rows], model.generate(IDS[rows], **settings))
+
+
+def test_a_model_that_was_compiled_in_place_is_refused():
+    model = adapted(*MODELS["llama"])
+    with torch.no_grad():
+        before = model(IDS, adapter_names=ROWS).logits
+        for compiled in (model, model.model.layers[0]):
+            compiled.compile(backend="eager")
+            with pytest.raises(ValueError, match="adapter_names: the model was compiled in place"):
+                model(IDS, adapter_names=ROWS)
+            compiled._compiled_call_impl = None
+        assert torch.equal(model(IDS, adapter_names=ROWS).logits, before)
+
+
+def test_threads_have_names_of_their_own():
+    model = adapted(*MODELS["llama"])
+    settings = {"max_new_tokens": 3, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    wanted = {"a": ROWS, "b": ROWS[::-1], "plain": None}
+    right = {key: model.generate(IDS, adapter_names=names, **settings) for key, names in wanted.items()}
+    wrong: list[str] = []
+
+    def work(key: str) -> None:
+        try:
+            for _ in range(8):
+                if not torch.equal(model.generate(IDS, adapter_names=wanted[key], **settings), right[key]):
+                    wrong.append(key)
+        except Exception as error:
+            wrong.append(f"{key}: {error!r}")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        threads = [threading.Thread(target=work, args=(key,)) for key in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and not hooks(model) and "_expand_inputs_for_generation" not in vars(model)
+
+
+@pytest.mark.parametrize("pattern", [r"vision.*q_proj", "multi_modal_projector"])
+def test_adapters_of_a_tower_whose_rows_are_images_are_refused(pattern):
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(
+        vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=90, image_seq_length=4
+    )
+    model = adapted("AutoModelForImageTextToText", config, pattern)
+    with pytest.raises(ValueError, match="has adapters, and its rows are images"):
+        model(IDS, adapter_names=ROWS)
+    text = adapted("AutoModelForImageTextToText", config, r"language_model.*q_proj")
+    with torch.no_grad():
+        assert text(IDS[:2] % 80, adapter_names=ROWS[:2]).logits.shape[:2] == (2, 5)

@@ -346,3 +346,20 @@ def test_a_name_for_from_pretrained(auto, tmp_path):
     assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
     with pytest.raises(TypeError, match=r"quantization_config must be .* or a name such as 'int8', not int"):
         auto.from_pretrained(tmp_path, quantization_config=8)
+
+
+def test_models_of_one_config_are_quantized_each_by_itself(tmp_path):
+    config = transformers.LlamaConfig(**SIZES)
+    build = LlamaForCausalLM
+    plain, fine, coarse = (build(config).eval() for _ in range(3))
+    fine.quantize("nf4", group_size=16)
+    coarse.quantize("int8", group_size=16)
+    for name, model in (("plain", plain), ("fine", fine), ("coarse", coarse)):
+        model.save_pretrained(tmp_path / name)
+        again = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert not hasattr(config, "quantization_config") and plain.config is config
+    shared = fine.model.config
+    assert fine.config is shared and fine.model.layers[0].self_attn.config is shared and shared is not config
+    coarse.dequantize()
+    assert fine.config.quantization_config is not None and not hasattr(coarse.config, "quantization_config")

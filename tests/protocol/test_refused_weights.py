@@ -166,7 +166,7 @@ REFUSED = {
     ),
     "to flax of no model": (lambda: protocol.to_flax(nn.Linear(2, 2)), TypeError, "Linear is no model of transformers"),
     "to flax of an adapter": (
-        lambda: protocol.to_flax(SimpleNamespace(merge_and_unload=1)),
+        lambda: protocol.to_flax(type("Adapted", (nn.Module,), {"merge_and_unload": 1})()),
         TypeError,
         "has an adapter",
     ),

@@ -55,5 +55,5 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 def test_a_model_without_training_state_cannot_be_resumed(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(FileNotFoundError, match="not be resumed"):
+    with pytest.raises(FileNotFoundError, match="loaded as a model but not resumed from"):
         load_state(tmp_path / "checkpoint-3")

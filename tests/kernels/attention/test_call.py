@@ -153,6 +153,8 @@ def test_a_feature_that_the_operator_in_cpp_does_not_name_keeps_the_call_from_it
     before = operation.choose(query, key, key, causal=True)
     assert name == "flash" or before.backend == "cpu"
     monkeypatch.setattr(impl, "BEYOND_COMMON", ("temperature",))
+    for names in ("_keywords", "_feature_names"):
+        monkeypatch.setattr(type(operation), names, getattr(type(operation), names) | {"temperature"})
     choice = operation.choose(query, key, key, causal=True, temperature=2.0)
     assert (choice.backend, operation.choose(query, key, key, causal=True).backend) == ("native", before.backend)
 
