@@ -177,6 +177,8 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
     """The train state of `model`, with the slots of `optimizer` where one is given."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step={step!r} must be an int of at least 0")
+    inside = getattr(model, "_orig_mod", None)  # of torch.compile, which puts its name before every parameter's
+    model = inside if isinstance(inside, nn.Module) else model
     slots = None if optimizer is None else OptimizerState.of(optimizer, model)
     return TrainState(step, *split_module(model), slots)
 

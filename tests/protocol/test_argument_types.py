@@ -143,6 +143,9 @@ def test_starts_and_folders_as_the_reference_has_them(tmp_path):
             return str(tmp_path / "state")
 
     assert protocol.load_state(Folder(), model_class=type(model)).step == 0
+    protocol.to_state(torch.compile(model, backend="eager")).save(tmp_path / "compiled")
+    again = protocol.load_state(tmp_path / "compiled", model_class=type(model)).model
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     protocol.return_type_adjuster(list[int])(len)
 
 
