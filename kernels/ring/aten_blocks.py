@@ -26,7 +26,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, A
     if features.get("dropout_prob", 0.0) > 0.0:
         return "ATen draws its own dropout mask"
     if query.shape[-1:] != value.shape[-1:]:
-        return f"ATen's CPU kernel takes one head_dim, got {query.shape[-1]} and {value.shape[-1]}"
+        return f"ATen's CPU kernel takes one head_dim, got {tuple(query.shape)} and {tuple(value.shape)}"
     return None
 
 

@@ -195,3 +195,10 @@ def test_torch_func_transforms_one_process_and_refuses_more():
     operation._placement = Placement("a group", 2, ("cpu",))
     with pytest.raises(UnsupportedOperationError, match=r"torch\.func cannot transform what ranks send"):
         torch.func.grad(loss)(query)
+
+
+def test_a_query_without_dimensions_is_refused_by_name() -> None:
+    k = torch.zeros(1, 8, 2, 32)
+    for settings in ({}, {"runtime_dtype": torch.float32}):
+        with pytest.raises(ValueError, match=r"takes \(batch, seq, heads, head_dim\) tensors, got query \(\)"):
+            OperationRegistry.create("ring", OperationMetadata(**settings))(torch.tensor(1.0), k, k)
