@@ -143,7 +143,7 @@ def merge_active(model: PreTrainedModel) -> None:
     for layer in layers:
         _try_to_merge(layer)
     for layer in layers:
-        layer.merge(safe_merge=True)
+        layer.merge()
 
 
 def _try_to_merge(layer: Any) -> None:
