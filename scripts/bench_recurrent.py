@@ -191,16 +191,17 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, "scans", []], default=[*CASES, "scans"], metavar="CASE")
+    every = (*CASES, "scans")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.cases) - set(CASES)):
-        parser.error(f"no case is called {', '.join(unknown)}; known: {', '.join(CASES)}")
+    if unknown := sorted(set(arguments.cases) - set(every)):
+        parser.error(f"no case is called {', '.join(unknown)}; known: {', '.join(every)}")
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
-    for name in arguments.cases or CASES:
+    for name in arguments.cases or every:
         if name == "scans":
             measure_scans(dtype, arguments.rounds)
         else:
