@@ -5,8 +5,9 @@ The names load on first use: specs and rules need no `torch.distributed`.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from easytorch.lazy_names import load_on_first_use
 
 _EXPORTS = {
     "easytorch.distributed.declared": ("declared_sharding", "partition_specs"),
@@ -43,10 +44,4 @@ if TYPE_CHECKING:
     from easytorch.distributed.specs import to_placements as to_placements
     from easytorch.distributed.specs import to_xla as to_xla
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(
-            f"module 'easytorch.distributed' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}"
-        )
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = load_on_first_use(__name__, _HOME)

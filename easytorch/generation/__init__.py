@@ -5,8 +5,9 @@ The names load on first use: vLLM imports this package in each of its processes 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from easytorch.lazy_names import load_on_first_use
 
 _HOME = {
     "SamplingConfig": "easytorch.generation.sampling",
@@ -20,10 +21,4 @@ if TYPE_CHECKING:
     from easytorch.generation.sampling import SamplingConfig as SamplingConfig
     from easytorch.generation.text import stream_text as stream_text
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(
-            f"module 'easytorch.generation' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}"
-        )
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = load_on_first_use(__name__, _HOME)

@@ -5,8 +5,9 @@ The layers over several ranks have EasyDeL's names here, and load on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from easytorch.lazy_names import load_on_first_use
 
 _HOME = {
     **dict.fromkeys(
@@ -28,8 +29,4 @@ if TYPE_CHECKING:
     from easytorch.layers.tensor_parallel import MatrixMultiplyMethod as MatrixMultiplyMethod
     from easytorch.layers.tensor_parallel import TensorParallelConfig as TensorParallelConfig
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'easytorch.layers' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = load_on_first_use(__name__, _HOME)

@@ -49,8 +49,7 @@ def rows_of_adapters(model: nn.Module, names: Any) -> Iterator[_Rows]:
 
     names: a list of adapters' names, "__base__" for none. `ValueError` where the model has no such adapter, is in
     training mode, was compiled in place (`model.compile()`: such a graph sees no names), or has layers that do not tell
-    rows apart; the layers raise PEFT's for another length, DoRA and
-    merged adapters. `TypeError` for another type.
+    rows apart; the layers raise PEFT's for another length, DoRA and merged adapters. `TypeError` for another type.
     """
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f'adapter_names={names!r} must be a list with an adapter\'s name, or "{BASE}", for each row')

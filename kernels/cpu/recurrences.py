@@ -47,3 +47,22 @@ def state_or_empty(tensor: Tensor | None) -> Tensor:
 
 def segments_or_empty(segment_ids: Tensor | None) -> Tensor:
     return _NO_SEGMENTS if segment_ids is None else segment_ids.to(torch.int64)
+
+
+def state_space_tensors(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    initial_state: Tensor | None, segment_ids: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The tensors of `ssm1` and `ssm2` as their operators take them, in order."""
+    return (
+        last_dim_contiguous(x),
+        last_dim_contiguous(dt),
+        A.to(torch.float32).contiguous(),
+        last_dim_contiguous(B),
+        last_dim_contiguous(C),
+        contiguous_or_empty(D),
+        sequence_or_empty(z),
+        contiguous_or_empty(dt_bias),
+        state_or_empty(initial_state),
+        segments_or_empty(segment_ids),
+    )

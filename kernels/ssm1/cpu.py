@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import last_dim_contiguous
-from easytorch.kernels.cpu.recurrences import (
-    contiguous_or_empty,
-    refusal_of_sequences,
-    segments_or_empty,
-    sequence_or_empty,
-    state_or_empty,
-)
+from easytorch.kernels.cpu.recurrences import refusal_of_sequences, state_space_tensors
 from easytorch.kernels.ssm1.native import check_arguments
 
 
@@ -55,16 +48,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssm1` without its checks."""
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm1.default(
-        last_dim_contiguous(x),
-        last_dim_contiguous(dt),
-        A.to(torch.float32).contiguous(),
-        last_dim_contiguous(B),
-        last_dim_contiguous(C),
-        contiguous_or_empty(D),
-        sequence_or_empty(z),
-        contiguous_or_empty(dt_bias),
-        state_or_empty(initial_state),
-        segments_or_empty(segment_ids),
+        *state_space_tensors(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids),
         dt_softplus,
         level,
     )

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
-from easytorch.kernels.cpu.inference import last_dim_contiguous
-from easytorch.kernels.cpu.recurrences import (
-    contiguous_or_empty,
-    refusal_of_sequences,
-    segments_or_empty,
-    sequence_or_empty,
-    state_or_empty,
-)
+from easytorch.kernels.cpu.recurrences import refusal_of_sequences, state_space_tensors
 from easytorch.kernels.ssm2.native import NO_LIMIT, check_arguments
 
 
@@ -57,16 +50,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssm2` without its checks."""
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm2.default(
-        last_dim_contiguous(x),
-        last_dim_contiguous(dt),
-        A.to(torch.float32).contiguous(),
-        last_dim_contiguous(B),
-        last_dim_contiguous(C),
-        contiguous_or_empty(D),
-        sequence_or_empty(z),
-        contiguous_or_empty(dt_bias),
-        state_or_empty(initial_state),
-        segments_or_empty(segment_ids),
+        *state_space_tensors(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids),
         dt_softplus,
         float(dt_limit[0]),
         float(dt_limit[1]),

@@ -129,11 +129,12 @@ class OperationImpl(BaseOperation):
         self._name = self.primary_name()
         if metadata is not None:
             self._check_metadata(metadata)
+        cls = type(self)
         # nothing forces a backend here: unless the environment does, `choose_freely` is called directly
         self._free = self.metadata.backend is None and type(self).choose_on is OperationImpl.choose_on
         self._own: dict[str, tuple[Choice, ...]] = {  # platform -> its path, which most operations have one of
             platform: (
-                Choice(self, method, platform, backend, _reason_of(method), self._takes_every_call(method, backend)),
+                Choice(self, method, platform, backend, _reason_of(method), takes_every_call(cls, method, backend)),
             )
             for platform, (method, backend) in self._paths.items()
         }
@@ -145,10 +146,6 @@ class OperationImpl(BaseOperation):
         asked = depth(cls, "supports", "supports_features", "refusal") < depth(cls, "prefers_cpp", "forward_cpp")
         cpp = Choice(self, "forward_cpp", "cpu", "cpu", self.cpp_reason, unconditional=not asked)
         return (cpp, *self._own["cpu"]) if asked else (cpp,)
-
-    @classmethod
-    def _takes_every_call(cls, method: str, backend: str) -> bool:
-        return takes_every_call(cls, method, backend, cls.unconditional)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "metadata" and name in self.__dict__:
@@ -250,7 +247,7 @@ class OperationImpl(BaseOperation):
         if self._required <= given <= self._no_tensor_before and (not kwargs or self._tensor_names.isdisjoint(kwargs)):
             # the common case, all tensors first and positional: a fifth of the time of looking each up by name
             leading = self._leading
-            for value in args if given == leading else args[:leading]:
+            for value in args[:leading]:
                 # the type first: `isinstance` of a parameter takes three times as long
                 if (type(value) not in _PLAIN and not isinstance(value, Tensor)) or value.layout is not _STRIDED:
                     break
@@ -345,8 +342,6 @@ class OperationImpl(BaseOperation):
         """The first of the candidates that supports the call, or the definition where none does."""
         refusals: list[str] = []
         for choice in self.candidates(platform, args, kwargs):
-            if choice.unconditional and not refusals:
-                return choice
             refusal = None if choice.unconditional else self.refusal_of(choice, args, kwargs)
             if refusal is None:
                 if not refusals:
@@ -412,7 +407,7 @@ class OperationImpl(BaseOperation):
                     f"another"
                 )
         refusal = FORWARD_REFUSAL if backend not in PLAIN_TORCH and forward_mode() else None
-        if refusal is None and not self._takes_every_call(method, backend):
+        if refusal is None and not takes_every_call(type(self), method, backend):
             refusal = self.supports(backend, *args, **kwargs)
         if refusal is not None:
             raise UnsupportedOperationError(f"{name}: the forced backend {backend!r} cannot run this call: {refusal}")

@@ -29,14 +29,14 @@ def runs_unchecked(cls: type) -> bool:
     return depth(cls, "run_cpp") <= depth(cls, "forward_cpp", "run")
 
 
-def takes_every_call(cls: type, method: str, backend: str, unconditional: frozenset[str]) -> bool:
+def takes_every_call(cls: Any, method: str, backend: str) -> bool:
     """Whether `supports` need not be asked of a path.
 
     Either the class says so by `unconditional`, and no subclass answers otherwise; or the path is a subclass' own, of a
     library that the class which answers has never heard of.
     """
     answers = depth(cls, "supports", "supports_features", "refusal")
-    if backend in unconditional:
+    if backend in cls.unconditional:
         return depth(cls, "unconditional") <= answers
     named = hasattr(getattr(cls, method), "backend") and backend in FILES
     return method != "forward_native" and not named and depth(cls, method) < answers

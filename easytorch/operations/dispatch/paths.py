@@ -41,15 +41,17 @@ def place_of(backend: str, name: str, functions: Mapping[str, str]) -> tuple[str
 
 def _kernel(name: str, folder: str, file: str, function: str) -> Callable[..., Any]:
     where = f"easytorch.kernels.{folder}.{file}"
+    found: Callable[..., Any] | None = None
     try:
-        found: Callable[..., Any] = getattr(import_module(where), function)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not where.startswith(str(error.name)):
+        found = getattr(import_module(where), function, None)
+    except ModuleNotFoundError as error:
+        if not where.startswith(str(error.name)):  # the kernel's file is there, and a package that it imports is not
             raise
+    if found is None:
         raise ValueError(
             f"{name}: paths names {function} of {where}, which is not there; set `folder` and `functions`, or write "
             f"the method forward_<platform>"
-        ) from error
+        )
     return found
 
 
