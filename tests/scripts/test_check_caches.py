@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_caches.py"
+from tests.scripts_loaded import load_script
 
 
 def test_every_kind_of_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("check_caches", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("check_caches")
     caches = ["StaticCache", "QuantizedCache_fp8", "ours_static", "ours_int8", "pages"]
     for models, ways in ((["gemma2", "apertus"], ["beams", "turns"]), (["qwen3_next", "t5"], ["lookup", "several"])):
         arguments = ["--models", *models, "--caches", *caches, "--ways", *ways]
