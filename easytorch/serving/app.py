@@ -23,6 +23,7 @@ from easytorch.serving.embedder import Embedder
 from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.events import EventStream, until_disconnect
 from easytorch.serving.limits import Limits
+from easytorch.serving.lingering import LingeringClose
 from easytorch.serving.metrics import CountResponses, text
 from easytorch.serving.page import page
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
@@ -60,6 +61,7 @@ def create_app(
     paths = frozenset(getattr(route, "path", "") for route in app.routes)
     app.add_middleware(Limits, api_key=api_key, max_body=max_body)
     app.add_middleware(CountResponses, counts=server.responses, paths=paths)
+    app.add_middleware(LingeringClose)
     app.state.worker = server.worker
     return app
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import openai
 import pytest
@@ -303,3 +304,13 @@ def test_a_length_that_is_none_is_refused_unread(length):
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"content-length", length)]}
     asyncio.run(Limits(reached, api_key=None, max_body=20_000)(scope, None, send))
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize(("path", "key", "status"), [("/v1/completions", KEY, 413), ("/v1/models", "wrong", 401)])
+def test_an_answer_is_not_lost_while_its_body_arrives(path, key, status, address):
+    """A connection that is closed while bytes arrive is reset, and its answer lost."""
+    host, port = address.removeprefix("http://").split(":")
+    head = f"POST {path} HTTP/1.0\r\nAuthorization: Bearer {key}\r\nContent-Length: 20000000\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode() + b" " * 20_000_000)
+        assert connection.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
