@@ -26,7 +26,17 @@ sys.path.insert(0, str(ROOT))  # of this checkout, installed or not
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache  # noqa: E402
+from transformers import (  # noqa: E402
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    QuantizedCache,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 import easytorch  # noqa: E402
 from easytorch import protocol  # noqa: E402
@@ -89,7 +99,11 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "lookup": ({"prompt_lookup_num_tokens": 3}, 1),
     "assisted": ({}, 1),
     "turns": ({}, 1),
-}
+    # all that a caller can hand in and get back
+    "outputs": ({"do_sample": True, "top_k": 20, "return_dict_in_generate": True, "output_scores": True,
+                 "output_logits": True, "repetition_penalty": 1.3}, 1),
+}  # fmt: skip
+SPECULATIVE = ("lookup", "assisted")  # whose tokens are those of greedy decoding
 # transformers' `cache_implementation`
 NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized")
 EXACT, FEW_BITS = ("ours_static", "ours_dynamic", "pages"), ("ours_int8", "ours_int4", "ours_nf4", "ours_fp8")
@@ -141,8 +155,32 @@ CACHES: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def generate(model: Any, cache: str, case: Case, assistant: Any) -> Tensor:
-    """The tokens of one model over one cache."""
+class Watcher(LogitsProcessor, BaseStreamer):
+    """A logits processor and a streamer, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.seen += [input_ids.clone(), scores.clone()]
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 5 == 0, -1e4)
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append(value.clone())
+
+    def end(self) -> None:
+        self.seen.append(torch.zeros(()))
+
+
+class EightEven(StoppingCriteria):
+    """A row stops at its eighth even token."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return (input_ids % 2 == 0).sum(dim=1) >= 8
+
+
+def generate(model: Any, cache: str, case: Case, assistant: Any) -> list[Tensor]:
+    """The tokens of one model over one cache, and what else the way of generating gives."""
     ids, mask = PROMPTS[case.prompt]
     arguments, each = WAYS[case.way]
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | arguments
@@ -157,16 +195,26 @@ def generate(model: Any, cache: str, case: Case, assistant: Any) -> Tensor:
         if made is not None:
             settings["cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"] = made
     torch.manual_seed(3)
+    if case.way == "outputs":
+        watcher = Watcher()
+        settings |= {"logits_processor": LogitsProcessorList([watcher])}
+        settings |= {
+            "stopping_criteria": StoppingCriteriaList([EightEven()]),
+            "streamer": watcher if len(ids) == 1 else None,
+        }
+        found = model.generate(ids, attention_mask=mask, **settings)
+        kept = type(found).__name__.encode() + b" " + " ".join(found.keys()).encode()
+        return [found.sequences, *found.scores, *found.logits, *watcher.seen, torch.tensor(list(kept))]
     tokens: Tensor = model.generate(ids, attention_mask=mask, **settings)
     if case.way == "turns":  # the next turn of a chat over the cache of the first
         more = torch.cat([tokens, BATCH[: len(ids), -3:]], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(ids), more.shape[1] - mask.shape[1])], dim=1)
         tokens = model.generate(more, attention_mask=mask, **settings)
-    return tokens
+    return [tokens]
 
 
-def attempt(model: Any, cache: str, case: Case, assistant: Any) -> Tensor | str:
-    """The tokens, or the error's type and first line."""
+def attempt(model: Any, cache: str, case: Case, assistant: Any) -> list[Tensor] | str:
+    """What is generated, or the error's type and first line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -189,9 +237,21 @@ def check(case: Case) -> tuple[str, str]:
         if isinstance(found, str) and case.cache in EXACT + FEW_BITS and any(words in found for words in REFUSALS):
             return "refused", found
         return "WRONG", f"ours {shown(found)}, transformers {shown(right)}"
-    if torch.equal(found, right):
-        return "equal", ""
-    return "WRONG", f"ours {shown(found)}, transformers {shown(right)}"
+    if not same(found, right):
+        return "WRONG", f"ours {shown(found)}, transformers {shown(right)}"
+    if case.way in SPECULATIVE:
+        greedy = attempt(ours, case.cache, case._replace(way="greedy"), None)
+        if isinstance(greedy, str) or not same(found, greedy):
+            return "WRONG", f"{shown(found)}, and greedy decoding {shown(greedy)}"
+    return "equal", ""
+
+
+def same(found: list[Tensor], right: list[Tensor]) -> bool:
+    """Equal tokens; scores and logits that differ by rounding alone."""
+    return len(found) == len(right) and all(
+        one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, rtol=1e-3, atol=1e-3)
+        for one, other in zip(found, right, strict=True)
+    )
 
 
 # What caches of ours are documented not to take.
@@ -203,8 +263,8 @@ REFUSALS = (
 )
 
 
-def shown(result: Tensor | str) -> str:
-    return result if isinstance(result, str) else str(result.tolist())
+def shown(result: list[Tensor] | str) -> str:
+    return result if isinstance(result, str) else f"{result[0].tolist()} and {len(result) - 1} more"
 
 
 def cases(models: list[str], caches: list[str], ways: list[str]) -> list[Case]:
@@ -214,7 +274,7 @@ def cases(models: list[str], caches: list[str], ways: list[str]) -> list[Case]:
         for cache in caches
         for way in ways
         for prompt in PROMPTS
-        if not (way in ("lookup", "assisted") and prompt == "padded")  # of one row, as transformers has them
+        if not (way in SPECULATIVE and prompt == "padded")  # of one row, as transformers has them
         # a cache of one's own alone outlives a call, and that of an encoder is for one text
         and not (way == "turns" and (cache in NAMES or cache == "default" or CONFIGS[model].is_encoder_decoder))
     ]
