@@ -57,6 +57,7 @@ from easytorch.protocol.lora import (
 from easytorch.protocol.loss import compute_loss
 from easytorch.protocol.loss_config import LossConfig, LossMetrics, SpecialLossNormalizingFactor
 from easytorch.protocol.optax_state import from_optax, to_optax
+from easytorch.protocol.optimizer_state import OptimizerState
 from easytorch.protocol.quantization import dequantize, quantize
 from easytorch.protocol.quantization_config import QuantizationConfig
 from easytorch.protocol.reference_arguments import generate, push_to_hub, save_pretrained
@@ -74,7 +75,7 @@ from easytorch.protocol.state import (
     split_params_dict,
     unflatten,
 )
-from easytorch.protocol.train_state import OptimizerState, TrainState, load_state, to_state
+from easytorch.protocol.train_state import TrainState, load_state, to_state
 
 __all__ = [
     "BaseModuleProtocol",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,8 +15,13 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.integrations import PeftAdapterMixin
 
 from easytorch.argument_types import check_types
+from easytorch.bridge.errors import CheckpointError
+from easytorch.protocol.adapter_files import check_adapter_folder
 from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, put_back, require_peft, wrapped_layers
 from easytorch.protocol.mixed_adapters import BASE
+
+# A user's or organization's name and that of a repository, or the latter alone.
+_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @check_types()
@@ -28,12 +35,17 @@ def load_adapter(
     """`PreTrainedModel.load_adapter` with its arguments: PEFT's folder, or a name on the Hub, into `model`.
 
     `ValueError` where the adapter is of another model: a layer or a shape that is not the model's, which transformers
-    leaves out or stops at halfway. The model is then as it was.
+    leaves out or stops at halfway; `CheckpointError` for a folder with a damaged file. The model is then as it was.
     """
     require_peft()
     folder = None if peft_model_id is None else os.fspath(peft_model_id)
     name, known = adapter_name or "default", adapter_names(model)
     check_adapter_name(name)
+    if folder is not None:
+        _check_folder(folder, args, kwargs)
+    sizes_may_differ = kwargs.pop("ignore_mismatched_sizes", None)
+    if sizes_may_differ is None:
+        sizes_may_differ = getattr(kwargs.get("load_config"), "ignore_mismatched_sizes", False)
     kwargs["weight_mapping"] = _with_magnitudes(model, name, kwargs)
     if name in known:  # an error of transformers, or a hot swap
         return PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
@@ -42,21 +54,35 @@ def load_adapter(
     required = {key: one.requires_grad for key, one in model.named_parameters()}
     done = False
     try:
-        info: Any = PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
+        info: Any = PeftAdapterMixin.load_adapter(
+            model, folder, adapter_name, *args, **kwargs, ignore_mismatched_sizes=True
+        )
         left = sorted(getattr(info, "unexpected_keys", ()))
         missing = _of_adapter(model, name, getattr(info, "missing_keys", ()))
-        if left or missing:
-            what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it"
+        shapes = [] if sizes_may_differ else sorted(getattr(info, "mismatched_keys", ()))
+        if left or missing or shapes:
+            what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it" if missing else ""
+            if not what:
+                key, stored, wanted = shapes[0]
+                what = f"{key!r} has the shape {tuple(stored)}, and {tuple(wanted)} in the model"
             raise ValueError(f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: {what}")
         done = True
-    except RuntimeError as error:  # transformers' report of shapes, which it prints
-        raise ValueError(
-            f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: its shapes differ"
-        ) from error
     finally:
         if not done:
             put_back(model, name, known, active, required)
     return info
+
+
+def _check_folder(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks a folder of this machine; a name on the Hub is left to transformers, which downloads it."""
+    given = inspect.signature(PeftAdapterMixin.load_adapter).bind_partial(None, path, None, *args, **kwargs).arguments
+    more = {**given.get("kwargs", {}), **(given.get("adapter_kwargs") or {})}
+    folder = Path(path) / (more.get("subfolder") or "")
+    if folder.is_dir():
+        config, weights = given.get("peft_config") is None, given.get("adapter_state_dict") is None
+        check_adapter_folder(folder, config=config, weights=weights)
+    elif Path(path).exists() or not _ON_HUB.fullmatch(path):
+        raise CheckpointError("is no folder; pass one with adapter_config.json, or a name on the Hub", file=folder)
 
 
 def check_adapter_name(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,12 +51,12 @@ def frozen_before_adapters(model: Any) -> list[str]:
     return [name for name, required in vars(model).get(_REQUIRED, {}).items() if not required]
 
 
-def add_described_adapters(model: Any, described: list[list[Any]], active: list[str]) -> None:
+def add_described_adapters(model: Any, described: Sequence[Sequence[Any]], active: list[str]) -> None:
     """Puts in adapters whose values, and those of the weights below them, are filled later."""
     peft = require_peft()
     keep_what_adapters_change(model, {}, True)
     for name, content in described:
-        config = peft.get_peft_config(dict(content))
+        config = peft.PeftConfig.from_peft_type(**content)
         begins = getattr(config, "init_lora_weights", True)
         if begins not in LEAVES_WEIGHTS:
             config.init_lora_weights = True  # the state's weights lack already what this init takes from them

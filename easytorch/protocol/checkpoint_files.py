@@ -166,7 +166,7 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
         if (folder / name).is_file():
             files = _shards(folder / name) if name.endswith(".json") else [folder / name]
             for file in files:
-                _check_complete(file)
+                check_weight_file(file)
             return str(files[0] if len(files) == 1 else folder)
     return str(folder)
 
@@ -216,7 +216,7 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
-def _check_complete(file: Path) -> None:
+def check_weight_file(file: Path) -> None:
     if file.suffix == ".safetensors":
         try:
             with safe_open(file, framework="pt"):

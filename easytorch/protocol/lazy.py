@@ -18,6 +18,7 @@ def lazy_init(model_class: type[Any], config: PreTrainedConfig, *args: Any, **kw
     model_class: a model class, or an auto class. `merge_params` fills it with given parameters, and computes the
     buffers that no checkpoint holds. args, kwargs: those of construction, such as `dtype` and `attn_implementation`.
     """
+    check_model_class(model_class)
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"lazy_init takes a config of transformers, not {type(config).__name__}")
     wanted = getattr(model_class, "config_class", None)
@@ -26,6 +27,13 @@ def lazy_init(model_class: type[Any], config: PreTrainedConfig, *args: Any, **kw
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         return build(config, *args, **kwargs)
+
+
+def check_model_class(model_class: Any) -> None:
+    """`TypeError` for a class that makes no model of a config."""
+    if not any(callable(getattr(model_class, name, None)) for name in ("from_config", "_from_config")):
+        name = getattr(model_class, "__name__", model_class)
+        raise TypeError(f"model_class={name} must be a model class of transformers or an auto class")
 
 
 def require_memory(model: nn.Module, purpose: str) -> None:

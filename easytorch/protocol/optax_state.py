@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import flat
 from easytorch.protocol import conversion
+from easytorch.protocol.optimizer_state import OptimizerState, plain_optimizer
 from easytorch.protocol.state import graphother, graphstate, split_module
-from easytorch.protocol.train_state import OptimizerState, TrainState
+from easytorch.protocol.train_state import TrainState
 
 # Class of torch.optim -> optax's field -> the slot; "count" is the number of steps, the same for all parameters.
 _SLOTS = {
@@ -46,6 +47,7 @@ def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_sta
     structure is kept; without one `opt_state` is `{"0": slots}`, which optax's `adam` has first in its chain.
     `ValueError` for an optimizer whose slots optax has not, or where `opt_state` has no place for them.
     """
+    optimizer = plain_optimizer(optimizer)
     fields = _fields(optimizer)
     saved = OptimizerState.of(optimizer, model)
     transform = conversion.transform_fn(model, copy=True)
@@ -72,6 +74,7 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
     train_state: flax's `TrainState`, or a tree with "step", "params" and "opt_state", as Orbax restores one.
     `CheckpointError` or `ValueError` where something does not fit; both are then unchanged.
     """
+    optimizer = plain_optimizer(optimizer)
     fields = _fields(optimizer)
     parts = {key: _part(train_state, key) for key in ("step", "params")}
     parts["opt_state"] = _part(train_state, "opt_state", optional=not fields)

@@ -376,7 +376,7 @@ def test_a_state_keeps_what_is_frozen(adapters, tmp_path):
         assert one == two and len(set(one.values())) == 2
     file = tmp_path / "state" / "train_state.json"
     content = json.loads(file.read_text())
-    for frozen, match in ((["no"], "has no parameter 'no'"), ("no", "'frozen' is no list of names")):
+    for frozen, match in ((["no"], "has no parameter 'no'"), ("no", "frozen must be a list of names")):
         file.write_text(json.dumps(content | {"frozen": frozen}))
         with pytest.raises(CheckpointError, match=match):
             protocol.load_state(tmp_path / "state", model_class=type(model))
