@@ -88,6 +88,38 @@ class TransformerCache(Cache):
         past = int(layer.get_seq_length())
         return (past > 0 or rows <= self.rows) and past + tokens <= self.longest
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order; `ValueError` for one that the cache does not hold."""
+        self._check_rows(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type] # integers of any width
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows; `ValueError` for rows that are not there, and for a cache whose memory is allocated."""
+        self._check_grows("batch_select_indices")
+        self._check_rows(indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times; `ValueError` for a cache whose memory is allocated."""
+        self._check_grows("batch_repeat_interleave")
+        positive(repeats=repeats)
+        super().batch_repeat_interleave(repeats)
+
+    def _check_grows(self, method: str) -> None:
+        if self.kind == "static":
+            raise ValueError(
+                f"{method}: a static cache has {self.rows} rows from the start; make it with kind='dynamic', or order "
+                "them by reorder_cache"
+            )
+
+    def _check_rows(self, indices: Tensor) -> None:
+        held = next((shape[0] for one in self.layers if (shape := _held(one)) is not None), None)
+        # elsewhere the indices are on the device, and to read them would wait for that
+        if held is None or not indices.is_cpu or not indices.numel() or torch.compiler.is_compiling():
+            return
+        if int(indices.min()) < 0 or int(indices.max()) >= held:
+            raise ValueError(f"rows {indices.tolist()} of a cache that holds {held}")
+
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' of a dynamic cache; `ValueError` for one whose memory is allocated, or in few bits.
 
@@ -115,6 +147,10 @@ class TransformerCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the cache has {len(self.layers)} layers, and layer {layer_idx} writes to it: it is of another model"
+            )
         layer: Any = self.layers[layer_idx]
         if not torch.compiler.is_compiling() and key_states.is_cpu:
             # elsewhere a length is on the device, and to read it would wait for that
@@ -124,12 +160,37 @@ class TransformerCache(Cache):
                     f"the cache is for {self.rows} rows, and {key_states.shape[0]} are given, each beam a row; make it "
                     "with a larger batch_size"
                 )
+            if past:
+                _check_states(layer, key_states, layer_idx)
             if past + key_states.shape[-2] > self.longest:
                 raise ValueError(
                     f"the cache is for {self.longest} tokens, and holds {past} with {key_states.shape[-2]} to come; "
                     "make it with a larger max_length"
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _held(layer: Any) -> torch.Size | None:
+    """(rows, heads, tokens, head_dim) of the keys in a layer, tokens that are not quantized apart; None without any."""
+    for keys in (getattr(layer, "_quantized_keys", None), getattr(layer, "keys", None)):
+        if keys is not None and len(keys.shape) == 4:
+            shape: torch.Size = keys.shape
+            return shape
+    return None
+
+
+def _check_states(layer: Any, key: Tensor, layer_idx: int) -> None:
+    """`ValueError` for keys that cannot stand beside those of `layer`."""
+    held = _held(layer)
+    if held is None:
+        return
+    if held[0] != key.shape[0]:
+        raise ValueError(f"the cache holds {held[0]} rows, and {key.shape[0]} are given")
+    if (held[1], held[3]) != (key.shape[1], key.shape[3]):
+        raise ValueError(
+            f"layer {layer_idx} of the cache holds keys of (heads, head_dim) {(held[1], held[3])}, and gets "
+            f"{(key.shape[1], key.shape[3])}: it is of another model"
+        )
 
 
 class EncoderDecoderTransformerCache(EncoderDecoderCache):

@@ -55,10 +55,11 @@ def check_adapter_config(content: Mapping[str, Any], file: Path) -> None:
     if kind not in known:
         close = nearest(kind, known) if isinstance(kind, str) else ""
         raise CheckpointError(f"peft_type={kind!r} is none that PEFT {peft.__version__} has{close}", file=file)
-    if issubclass(known[kind], peft.config.PromptLearningConfig):
+    made: Any = known[kind]
+    if issubclass(made, peft.config.PromptLearningConfig):
         raise CheckpointError(f"is of {kind}, whose prompts stand in no layer; load it by peft.PeftModel", file=file)
-    hints = typing.get_type_hints(known[kind])
-    for field in dataclasses.fields(known[kind]):
+    hints: dict[str, Any] = typing.get_type_hints(made)
+    for field in dataclasses.fields(made):
         if field.name in content and not _fits(content[field.name], field, hints[field.name]):
             given = f"{field.name}={content[field.name]!r} must be {_words(hints[field.name])}"
             raise CheckpointError(f"{given}; {_REPAIR}", file=file)
@@ -75,17 +76,23 @@ def check_adapter_config(content: Mapping[str, Any], file: Path) -> None:
 
 def _check_numbers(content: Mapping[str, Any], file: Path) -> None:
     """Ranks are integers of at least 1 and alphas numbers, those of single layers too."""
-    for name, words, fits in (
-        ("r", "an integer of at least 1", lambda one: type(one) is int and one >= 1),
-        ("alpha", "a number", lambda one: isinstance(one, int | float) and not isinstance(one, bool)),
+    for name, of_layers, fits, words in (
+        ("r", "rank_pattern", _is_rank, "an integer of at least 1"),
+        ("lora_alpha", "alpha_pattern", _is_number, "a number"),
     ):
-        of_layers = "rank_pattern" if name == "r" else "alpha_pattern"
-        whole = "r" if name == "r" else "lora_alpha"
-        if whole in content and not fits(content[whole]):
-            raise CheckpointError(f"{whole}={content[whole]!r} must be {words}; {_REPAIR}", file=file)
+        if name in content and not fits(content[name]):
+            raise CheckpointError(f"{name}={content[name]!r} must be {words}; {_REPAIR}", file=file)
         pattern = content.get(of_layers, {})
         if not isinstance(pattern, dict) or not all(map(fits, pattern.values())):
             raise CheckpointError(f"{of_layers}={pattern!r} must give layers {words}; {_REPAIR}", file=file)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fits(value: Any, field: Any, hint: Any) -> bool:
@@ -112,7 +119,7 @@ def _is(value: Any, hint: Any) -> bool:
     if hint is bool:
         return value is None or isinstance(value, bool)
     if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+        return _is_number(value) and (hint is float or isinstance(value, int))
     if hint in (str, list, dict, type(None)):
         return isinstance(value, hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -17,9 +18,18 @@ from transformers.integrations import PeftAdapterMixin
 from easytorch.argument_types import check_types
 from easytorch.bridge.errors import CheckpointError
 from easytorch.protocol.adapter_files import check_adapter_folder
-from easytorch.protocol.adapters import adapter_names, keep_what_adapters_change, put_back, require_peft, wrapped_layers
+from easytorch.protocol.adapters import (
+    active_adapters,
+    adapter_names,
+    keep_what_adapters_change,
+    put_back,
+    require_peft,
+    wrapped_layers,
+)
 from easytorch.protocol.mixed_adapters import BASE
+from easytorch.protocol.wrappers import refuse_peft_model
 
+_LOG = logging.getLogger(__name__)
 # A user's or organization's name and that of a repository, or the latter alone.
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -38,6 +48,7 @@ def load_adapter(
     leaves out or stops at halfway; `CheckpointError` for a folder with a damaged file. The model is then as it was.
     """
     require_peft()
+    refuse_peft_model(model, "load_adapter")
     folder = None if peft_model_id is None else os.fspath(peft_model_id)
     name, known = adapter_name or "default", adapter_names(model)
     check_adapter_name(name)
@@ -50,7 +61,7 @@ def load_adapter(
     if name in known:  # an error of transformers, or a hot swap
         return PeftAdapterMixin.load_adapter(model, folder, adapter_name, *args, **kwargs)
     keep_what_adapters_change(model, {}, True)
-    active = model.active_adapters() if known else []
+    active = active_adapters(model) if known else []
     required = {key: one.requires_grad for key, one in model.named_parameters()}
     done = False
     try:
@@ -67,6 +78,12 @@ def load_adapter(
                 what = f"{key!r} has the shape {tuple(stored)}, and {tuple(wanted)} in the model"
             raise ValueError(f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: {what}")
         done = True
+        begins = str(getattr(model.peft_config[name], "init_lora_weights", ""))
+        if begins.startswith("pissa_niter"):
+            _LOG.warning(
+                "the adapter of %s began with init_lora_weights=%r, which draws random numbers: the weights below it "
+                "are near those that it was trained with, and not the same", peft_model_id, begins,
+            )  # fmt: skip
     finally:
         if not done:
             put_back(model, name, known, active, required)

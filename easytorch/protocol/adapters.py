@@ -26,7 +26,31 @@ def require_peft() -> Any:
 
 
 def adapter_names(model: PreTrainedModel) -> list[str]:
-    return list(getattr(model, "peft_config", {})) if getattr(model, "_hf_peft_config_loaded", False) else []
+    """Those that transformers put in, or PEFT, whose wrapper may stand around `model`."""
+    configs = getattr(model, "peft_config", {})
+    return list(configs) if configs and (model._hf_peft_config_loaded or wrapped_layers(model)) else []
+
+
+def active_adapters(model: Any) -> list[str]:
+    if not adapter_names(model) or model._hf_peft_config_loaded:
+        return list(model.active_adapters())
+    return list(next(iter(wrapped_layers(model).values())).active_adapters)
+
+
+def check_savable(model: Any) -> None:
+    """`ValueError` where the files of an adapter would load as another one.
+
+    PEFT's own `save_pretrained` writes them so, too; with `path_initial_model_for_weight_conversion` it subtracts the
+    adapter's first values from it instead, which have to be saved before training.
+    """
+    for name in adapter_names(model):
+        init = getattr(model.peft_config[name], "init_lora_weights", True)
+        if isinstance(init, str) and init.startswith("pissa_niter"):
+            raise ValueError(
+                f"adapter {name!r} began with init_lora_weights={init!r}, which draws random numbers: whoever loads "
+                "its files draws others, and gets other weights below it. Save a train state (to_state().save), merge "
+                "it (unwrap_lora_to_layers) and save the model, or begin with init='pissa'"
+            )
 
 
 def wrapped_layers(model: nn.Module) -> dict[str, Any]:
@@ -66,15 +90,37 @@ def add_described_adapters(model: Any, described: Sequence[Sequence[Any]], activ
     model.set_adapter(active)
 
 
+def refuse_names(model: PreTrainedModel) -> None:
+    """Makes a class of transformers' own refuse `adapter_names`, which its forward would take and ignore."""
+    if not hasattr(type(model), "apply_lora_to_layers") and _no_names not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_no_names, with_kwargs=True)
+
+
+def _no_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("adapter_names") is not None:
+        raise ValueError(
+            f"{type(model).__name__} is transformers' own class and does not carry adapter_names, an adapter for each "
+            "row: put the adapters in by peft.PeftModel, or call easytorch.protocol.generate"
+        )
+
+
 def keep_what_adapters_change(model: PreTrainedModel, layers: dict[str, Any], init: bool | str) -> None:
     """Notes what training and `init` change in `model`, for `take_out` to restore."""
     if not adapter_names(model):
+        refuse_names(model)
         vars(model)[_REQUIRED] = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     if init not in LEAVES_WEIGHTS:
         kept = vars(model).setdefault(_WEIGHTS, {})
         for name, layer in layers.items():
             if name not in kept and "weight" in layer._parameters:
                 kept[name] = layer.weight.detach().clone()
+
+
+def unmerge(model: PreTrainedModel) -> None:
+    """Takes adapters out of the weights that PEFT's own `merge` put them into."""
+    for layer in wrapped_layers(model).values():
+        if layer.merged:
+            layer.unmerge()
 
 
 def restore_weights(model: PreTrainedModel, names: set[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from easytorch.cache.arguments import cache_argument
 from easytorch.cache.metadata import sizes_of
 from easytorch.cache.transformer import EncoderDecoderTransformerCache
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
+from easytorch.protocol.cache_checks import check_cache_argument
 
 
 @check_types("batch_size", "max_length")
@@ -122,6 +123,7 @@ def prepare_inputs_for_call(model: PreTrainedModel, **kwargs: Any) -> dict[str, 
     metadata = inputs.pop("cache_metadata", None)
     if metadata is not None:
         check_cache(metadata, inputs.get("past_key_values"))
+    check_cache_argument(model, inputs)
     if mask_info is not None or segments is not None:
         inputs, _ = packed_inputs(model, inputs, mask_info, segments)
     return {name: value for name, value in inputs.items() if value is not None}
@@ -211,6 +213,7 @@ def update_inputs_for_generation(
             break
     else:
         raise ValueError(f"{type(model_outputs).__name__} has no past_key_values: call the model with use_cache=True")
+    check_cache_argument(model, updated)
     mask = updated.get(_mask_name(model))
     if mask is not None and not (_masks_are_full(updated[name]) and mask.shape[1] == updated[name].longest):
         updated[_mask_name(model)] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

@@ -37,8 +37,10 @@ from easytorch.bridge.names.architecture import Architecture
 from easytorch.bridge.rules.plan import Step, plan_from_torch
 from easytorch.bridge.rules.table import compile_rules
 from easytorch.bridge.schemes.registry import TORCH, names
+from easytorch.protocol.adapters import active_adapters
 from easytorch.protocol.conversion import architecture_of_class, rules_of
 from easytorch.protocol.lora import apply_lora_to_layers, merge_lora_params, split_lora_params
+from easytorch.protocol.wrappers import unwrapped
 
 # How each program names the two leaves beside those of a kernel: of its folder, of the kernel itself.
 LEAVES = {"nnx": "{module}/lora_{part}", "qwix": "{kernel}_lora_{part}", "maxtext": "{module}/lora_{part}/kernel"}
@@ -84,8 +86,9 @@ def lora_to_flax(
     """
     if leaves not in LEAVES:
         raise ValueError(f"leaves={leaves!r} must be one of {', '.join(LEAVES)}")
+    model = unwrapped(model)
     values = split_lora_params(model, adapter_name)
-    wanted = adapter_name if adapter_name is not None else model.active_adapters()[0]
+    wanted = adapter_name if adapter_name is not None else active_adapters(model)[0]
     layers: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in values.items():
         layer, _, part = name.removesuffix(".weight").rpartition(".")

@@ -27,6 +27,7 @@ from easytorch.bridge.errors import nearest
 from easytorch.protocol.adapter_loading import check_adapter_name
 from easytorch.protocol.adapters import (
     LEAVES_WEIGHTS,
+    active_adapters,
     adapter_names,
     check_droppable,
     check_mergeable,
@@ -36,10 +37,12 @@ from easytorch.protocol.adapters import (
     require_peft,
     restore_weights,
     take_out,
+    unmerge,
     wrapped_layers,
 )
 from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.state import State, check_value, flatten
+from easytorch.protocol.wrappers import refuse_peft_model, unwrapped
 
 _LOG = logging.getLogger(__name__)
 # What of a layer's parameters is LoRA's: the matrices, those of embeddings, DoRA's magnitudes.
@@ -76,6 +79,7 @@ def apply_lora_to_layers(
     `ValueError` where no layer has such a name, the rank does not fit, or the name is taken; nothing is changed then.
     """
     peft = require_peft()
+    refuse_peft_model(model, "apply_lora_to_layers")
     _check_settings(lora_rank, lora_pattern, rngs, alpha, dropout, adapter_name)
     if adapter_name in getattr(model, "peft_config", {}):
         raise ValueError(f"there is an adapter {adapter_name!r} already; give this one another adapter_name")
@@ -99,7 +103,7 @@ def apply_lora_to_layers(
     if init not in LEAVES_WEIGHTS:
         require_memory(model, f"init={init!r}")
     known, changed = adapter_names(model), set(vars(model).get("_weights_before_lora", {}))
-    active = model.active_adapters() if known else []
+    active = active_adapters(model) if known else []
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     keep_what_adapters_change(model, layers, init)
     done = False
@@ -157,6 +161,7 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
     merge: the active adapters are added to the weights; with False they are dropped. `ValueError` where there is no
     adapter, and where the merged weights would not be finite; the model is then unchanged.
     """
+    refuse_peft_model(model, "unwrap_lora_to_layers")
     names = adapter_names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no adapter; it was merged already, or none was applied")
@@ -166,6 +171,7 @@ def unwrap_lora_to_layers(model: PreTrainedModel, verbose: bool = False, *, merg
         merge_active(model)
     else:
         check_droppable(model)
+        unmerge(model)
     take_out(model, merged=merge)
     if verbose:
         done = "merged into" if merge else "dropped from"
@@ -228,10 +234,11 @@ def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear | Conv1D]) -
 
 
 def _lora_parameters(model: PreTrainedModel, adapter_name: str | None) -> dict[str, nn.Parameter]:
+    model = unwrapped(model)
     names = adapter_names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no adapter; apply_lora_to_layers or load_adapter gives it one")
-    wanted = adapter_name if adapter_name is not None else model.active_adapters()[0]
+    wanted = adapter_name if adapter_name is not None else active_adapters(model)[0]
     if wanted not in names:
         raise ValueError(f"there is no adapter {wanted!r}; there are {names}")
     found: dict[str, nn.Parameter] = {}

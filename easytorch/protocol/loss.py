@@ -30,29 +30,37 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForVideo
                 "ForAudioClassification")  # fmt: skip
 
 
-@check_types("labels", "loss_config", "loss_kwargs")
+@check_types("input_ids", "labels", "inputs_embeds", "attention_mask", "position_ids", "loss_config", "loss_kwargs")
 def compute_loss(
     model: PreTrainedModel,
-    *,
+    input_ids: Tensor | None = None,
     labels: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    mask_info: MaskInfo | None = None,
+    position_ids: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    *,
     loss_config: LossConfig | None = None,
     loss_kwargs: Mapping[str, Any] | None = None,
-    mask_info: MaskInfo | None = None,
-    segment_ids: Tensor | None = None,
     cache_metadata: Any = None,
     **batch: Any,
 ) -> tuple[Any, LossMetrics]:
     """The model's output and its `LossMetrics`; `output.loss` is `metrics.loss`, which has the gradient.
 
-    batch: what the model's forward takes. labels: as its class takes them in transformers; for causal models they are
-    the input tokens where none are given, without padding. loss_config: see `LossConfig`; loss_kwargs: some of its
-    settings for this call, and `shift_labels`. segment_ids (B, T): which of the sequences packed into a row each token
-    belongs to, -1 for padding; they do not attend to each other, and no token predicts another sequence's. mask_info:
-    the same, or a mask, as an object. cache_metadata: what the cache in `past_key_values` was made for, which is
-    checked. The loss of a base model with experts is the load balancing loss alone.
+    batch: what else the model's forward takes, by name. labels: as its class takes them in transformers; for causal
+    models they are the input tokens where none are given, without padding. loss_config: see `LossConfig`; loss_kwargs:
+    some of its settings for this call, and `shift_labels`. segment_ids (B, T): which of the sequences packed into a row
+    each token belongs to, -1 for padding; they do not attend to each other, and no token predicts another sequence's.
+    mask_info: the same, or a mask, as an object. cache_metadata: what the cache in `past_key_values` was made for,
+    which is checked. The loss of a base model with experts is the load balancing loss alone.
 
     `ValueError` or `TypeError` for settings and labels that do not fit the head.
     """
+    named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    named |= {"attention_mask": attention_mask, "position_ids": position_ids}
+    batch |= {name: one for name, one in named.items() if one is not None}
+    _check_input_ids(model, batch)
     config = loss_config if loss_config is not None else LossConfig()
     if not isinstance(config, LossConfig):
         raise TypeError(f"loss_config must be a LossConfig, not {type(config).__name__}")
@@ -83,6 +91,13 @@ def compute_loss(
     if shifted is not None:
         raise ValueError(f"shift_labels are for models that predict the next token; {type(model).__name__} does not")
     return _of_head(model, kind, labels, batch, config)
+
+
+def _check_input_ids(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+    """`TypeError` for tokens, as the first argument is, of a model that has none, as an image's."""
+    name = getattr(model, "main_input_name", "input_ids")
+    if "input_ids" in batch and name != "input_ids" and "input_ids" not in inspect.signature(model.forward).parameters:
+        raise TypeError(f"{type(model).__name__} takes no input_ids; name its input: {name}=...")
 
 
 _TOKENS = ("causal", "seq2seq", "masked", "tokens")

@@ -103,6 +103,8 @@ def _layers(model: Any, wanted: set[str]) -> list[nn.Module]:
             found.append(layer)
         elif not isinstance(layer, tuners.trainable_tokens.layer.TrainableTokensLayer):
             raise ValueError(f"adapter_names is for LoRA, and {name} is a {type(layer).__name__} of another kind")
+    if BASE in known:
+        raise ValueError(f"adapter_names: an adapter is called {BASE!r}, which stands for none; give it another name")
     if unknown := sorted(wanted - known):
         raise ValueError(f"adapter_names: there is no LoRA adapter {', '.join(unknown)}; there are {sorted(known)}")
     for name, module in model.named_modules():

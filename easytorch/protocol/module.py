@@ -14,6 +14,8 @@ from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerMe
 from easytorch.distributed import sharding
 from easytorch.protocol import (
     adapter_loading,
+    adapters,
+    cache_checks,
     caches,
     describe,
     dtypes,
@@ -26,6 +28,7 @@ from easytorch.protocol import (
     state,
     train_state,
 )
+from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.quantization_config import QuantizationConfig
 
@@ -47,6 +50,7 @@ class ModuleMixin(_Base):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """forward's arguments, and PEFT's adapter_names: an adapter for each row, "__base__" for none."""
+        cache_checks.check_cache_argument(self, kwargs)
         if kwargs.get("adapter_names") is None:
             kwargs.pop("adapter_names", None)
             return super().__call__(*args, **kwargs)
@@ -65,6 +69,7 @@ class ModuleMixin(_Base):
     ) -> Any:  # fmt: skip
         """transformers' own; float_dtype and step: see `protocol.save_pretrained`."""
         lazy.require_memory(self, "save_pretrained")
+        adapters.check_savable(self)
         if gather_fns is None and float_dtype is None and step is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         if args:
@@ -135,6 +140,11 @@ class ModuleMixin(_Base):
         self,
         input_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        mask_info: MaskInfo | None = None,
+        position_ids: torch.Tensor | None = None,
+        segment_ids: torch.Tensor | None = None,
         *,
         loss_config: LossConfig | None = None,
         loss_kwargs: Mapping[str, Any] | None = None,
@@ -142,8 +152,9 @@ class ModuleMixin(_Base):
     ) -> tuple[Any, LossMetrics]:
         """(output, metrics) of a call and the loss of its head: see `protocol.compute_loss`."""
         return loss.compute_loss(
-            self, input_ids=input_ids, labels=labels, loss_config=loss_config, loss_kwargs=loss_kwargs, **batch
-        )
+            self, input_ids, labels, inputs_embeds, attention_mask, mask_info, position_ids, segment_ids,
+            loss_config=loss_config, loss_kwargs=loss_kwargs, **batch,
+        )  # fmt: skip
 
     def create_cache_metadata(
         self, batch_size: int, max_length: int, pad_token_id: int | None = None
@@ -219,6 +230,11 @@ class ModuleMixin(_Base):
         """Puts an adapter into linear layers and freezes the rest; settings: see `protocol.apply_lora_to_layers`."""
         model: Self = lora.apply_lora_to_layers(self, lora_rank, lora_pattern, verbose, rngs, **settings)
         return model
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """transformers' own; `ValueError` for a name that stands for no adapter."""
+        adapter_loading.check_adapter_name(adapter_name or "default")
+        super().add_adapter(adapter_config, adapter_name)
 
     def load_adapter(
         self,

@@ -24,6 +24,7 @@ from easytorch.protocol import conversion
 from easytorch.protocol.optimizer_state import OptimizerState, plain_optimizer
 from easytorch.protocol.state import graphother, graphstate, split_module
 from easytorch.protocol.train_state import TrainState
+from easytorch.protocol.wrappers import unwrapped
 
 # Class of torch.optim -> optax's field -> the slot; "count" is the number of steps, the same for all parameters.
 _SLOTS = {
@@ -35,6 +36,17 @@ _SLOTS = {
 }
 # Those that count steps where optax does not: they take the train state's own.
 _COUNTED = ("Adagrad", "RMSprop")
+# Those of which optax has one of the same name that goes on otherwise from the same slots.
+_OTHER_RULES = {
+    "Adafactor": (
+        "optax.adafactor factors the two largest dimensions of a parameter in Flax's layout, where both have 128 or "
+        "more, and torch the last two of its own; the one adds epsilon to squared gradients, the other clamps them"
+    ),
+    "Muon": (
+        "optax.contrib.muon corrects the bias of the momentum before it adds Nesterov's gradient, which turns the "
+        "direction, and steps what is no matrix by Adam, where torch's takes matrices alone"
+    ),
+}
 # Settings of a group by which a slot means another thing than optax's.
 _OTHERWISE = ("amsgrad", "centered", "dampening", "nesterov")
 
@@ -47,7 +59,7 @@ def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_sta
     structure is kept; without one `opt_state` is `{"0": slots}`, which optax's `adam` has first in its chain.
     `ValueError` for an optimizer whose slots optax has not, or where `opt_state` has no place for them.
     """
-    optimizer = plain_optimizer(optimizer)
+    model, optimizer = unwrapped(model), plain_optimizer(optimizer)
     fields = _fields(optimizer)
     saved = OptimizerState.of(optimizer, model)
     transform = conversion.transform_fn(model, copy=True)
@@ -74,7 +86,7 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
     train_state: flax's `TrainState`, or a tree with "step", "params" and "opt_state", as Orbax restores one.
     `CheckpointError` or `ValueError` where something does not fit; both are then unchanged.
     """
-    optimizer = plain_optimizer(optimizer)
+    model, optimizer = unwrapped(model), plain_optimizer(optimizer)
     fields = _fields(optimizer)
     parts = {key: _part(train_state, key) for key in ("step", "params")}
     parts["opt_state"] = _part(train_state, "opt_state", optional=not fields)
@@ -119,7 +131,10 @@ def _name(optimizer: Optimizer) -> str:
 
 def _fields(optimizer: Optimizer) -> Mapping[str, str]:
     fields = _SLOTS.get(_name(optimizer))
-    if fields is None or not type(optimizer).__module__.startswith("torch.optim."):
+    if _name(optimizer) in _OTHER_RULES and type(optimizer).__module__.startswith("torch.optim"):
+        reason = _OTHER_RULES[_name(optimizer)]
+        raise ValueError(f"{_name(optimizer)} goes on from its slots as no optimizer of optax: {reason}")
+    if fields is None or not type(optimizer).__module__.startswith("torch.optim"):
         raise ValueError(f"{_name(optimizer)} keeps slots that optax has not; {', '.join(_SLOTS)} are carried over")
     for group in optimizer.param_groups:
         wrong = [f"{key}={group[key]!r}" for key in _OTHERWISE if group.get(key)]

@@ -47,7 +47,7 @@ def quantize(
     """
     config = quantization_config
     if config is None or isinstance(config, str):
-        config = QuantizationConfig(config or "int8", quantize_tensors=quantize_tensors, **settings)
+        config = QuantizationConfig("int8" if config is None else config, quantize_tensors=quantize_tensors, **settings)
     elif settings:
         raise ValueError(
             f"{', '.join(settings)}: give settings with a format's name, or a QuantizationConfig with them"

@@ -19,9 +19,11 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from easytorch.argument_types import check_types
+from easytorch.protocol.adapters import check_savable
 from easytorch.protocol.dtypes import dtype_of, to_dtype
 from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.mixed_adapters import generate_rows
+from easytorch.protocol.wrappers import is_peft_model
 
 _LOG = logging.getLogger(__name__)
 # argument: why it has no meaning here, and what stands in its place
@@ -57,6 +59,8 @@ def generate(
 
     `ValueError` for `trace`, and `TypeError` for a key of JAX.
     """
+    if is_peft_model(model):
+        raise TypeError(f"generate: {type(model).__name__} is PEFT's wrapper; call its own generate, or pass the model")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
     require_memory(model, "generate")
@@ -128,6 +132,7 @@ def save_pretrained(
     """
     refuse_jax(gather_fns=gather_fns)
     require_memory(model, "save_pretrained")
+    check_savable(model)
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step={step!r} must be an int of at least 0")
     folder = save_directory if step is None else Path(save_directory) / f"checkpoint-{step}"

@@ -5,9 +5,9 @@
     again = merge_module(graphdef, graphstate, graphother)
 
 A state is a flat dict, name -> tensor, under the names of `named_parameters` and `named_buffers`: a weight that is tied
-has the first of its names. Its tensors are the model's own memory, without gradients. `flatten` and `unflatten` turn it
-into nested dicts and back. The names are those of EasyDeL's `BaseModuleProtocol`; there they are Flax NNX's `split` and
-`merge`.
+has the first of its names, and wrappers (`torch.compile`, PEFT's, DDP's) add none. Its tensors are the model's own
+memory, without gradients. `flatten` and `unflatten` turn it into nested dicts and back. The names are those of
+EasyDeL's `BaseModuleProtocol`; there they are Flax NNX's `split` and `merge`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import nearest
+from easytorch.protocol.wrappers import unwrapped
 
 State = dict[str, torch.Tensor]
 
@@ -84,19 +85,19 @@ class GraphDef:
 @check_types()
 def graphdef(model: nn.Module) -> GraphDef:
     """`model` without its tensors."""
-    return GraphDef(model)
+    return GraphDef(unwrapped(model))
 
 
 @check_types()
 def graphstate(model: nn.Module) -> State:
     """The parameters of `model`: name -> tensor, detached, in the model's own memory."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in unwrapped(model).named_parameters()}
 
 
 @check_types()
 def graphother(model: nn.Module) -> State:
     """The buffers of `model`, those too that its checkpoints leave out: name -> tensor, in the model's own memory."""
-    return dict(model.named_buffers())
+    return dict(unwrapped(model).named_buffers())
 
 
 @check_types()
@@ -125,6 +126,7 @@ def split_params_dict(model: nn.Module, params_dict: Mapping[str, Any] | None = 
 
     Without `params_dict` those of `model` itself. `ValueError` for a name that the model does not have.
     """
+    model = unwrapped(model)
     given = tensors_of(model) if params_dict is None else flatten(params_dict)
     parameters = {name for name, kind in _slots(model) if kind == "parameter"}
     _check_names(given, model, required=(), known={name for name, _ in _slots(model)})
@@ -142,13 +144,15 @@ def merge_params(model: nn.Module, tree: Mapping[str, Any]) -> Any:
     parameters on the meta device (`lazy_init`) take the tensors themselves. `ValueError` or `TypeError` where a
     name, a shape or a value does not fit; the model is then unchanged.
     """
-    return _merge(model, tree, complete=True)
+    _merge(unwrapped(model), tree, complete=True)
+    return model
 
 
 @check_types("params_dict")
 def merge_params_dict(model: nn.Module, params_dict: Mapping[str, Any]) -> Any:
     """`merge_params` with some of the parameters and buffers; those that are not given stay as they are."""
-    return _merge(model, params_dict, complete=False)
+    _merge(unwrapped(model), params_dict, complete=False)
+    return model
 
 
 @check_types("tree")

@@ -25,7 +25,12 @@ from easytorch.argument_types import check_types
 from easytorch.bridge.core.json_files import read_json
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.atomic import new_folder
-from easytorch.protocol.adapters import add_described_adapters, described_adapters, frozen_before_adapters
+from easytorch.protocol.adapters import (
+    active_adapters,
+    add_described_adapters,
+    described_adapters,
+    frozen_before_adapters,
+)
 from easytorch.protocol.lazy import check_model_class, lazy_init
 from easytorch.protocol.optimizer_state import OptimizerState
 from easytorch.protocol.quantization import quantize
@@ -41,6 +46,7 @@ from easytorch.protocol.train_state_file import (
     encode,
     read_document,
 )
+from easytorch.protocol.wrappers import unwrapped
 
 CONFIG = "config.json"
 
@@ -66,6 +72,7 @@ class TrainState:
         `ValueError` where names, shapes or the kind of optimizer differ; both are then unchanged.
         """
         values = {**self.graphstate, **self.graphother}
+        model = unwrapped(model)
         checked(model, values, complete=True)
         if optimizer is not None:
             if self.optimizer is None:
@@ -96,7 +103,7 @@ class TrainState:
         model = self.graphdef.skeleton
         content["frozen"] = [name for name, one in model.named_parameters() if not one.requires_grad]
         if adapters := described_adapters(model):
-            content["adapters"], content["active_adapters"] = adapters, model.active_adapters()
+            content["adapters"], content["active_adapters"] = adapters, active_adapters(model)
             content["frozen_before_adapters"] = frozen_before_adapters(model)
         if self.optimizer is not None:
             content["optimizer"] = {
@@ -118,8 +125,7 @@ def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int 
     """The train state of `model`, with the slots of `optimizer` where one is given."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step={step!r} must be an int of at least 0")
-    inside = getattr(model, "_orig_mod", None)  # of torch.compile, which puts its name before every parameter's
-    model = inside if isinstance(inside, nn.Module) else model
+    model = unwrapped(model)
     slots = None if optimizer is None else OptimizerState.of(optimizer, model)
     return TrainState(step, *split_module(model), slots)
 

@@ -123,7 +123,8 @@ class _Reader:
         found = self.decode(self.content.get(key), key)
         fits = isinstance(found, dict) and all(isinstance(one, torch.Tensor) for one in found.values())
         self.require(fits, key, self.content.get(key), "a dict of tensors by name")
-        return found
+        state: State = found
+        return state
 
     def adapters(self) -> list[tuple[str, dict[str, Any]]]:
         given = self.content.get("adapters") or []

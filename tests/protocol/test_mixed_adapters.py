@@ -9,11 +9,19 @@ import threading
 import peft
 import pytest
 import torch
-from transformers import BioGptConfig, CLIPVisionConfig, GPT2Config, LlamaConfig, LlavaConfig, Qwen2VLConfig, T5Config
+from transformers import (
+    BioGptConfig,
+    BloomConfig,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    Qwen2VLConfig,
+    T5Config,
+)  # fmt: skip
 
 import easytorch
 from easytorch import protocol
-from easytorch.operations import UnsupportedOperationError
 from easytorch.protocol.adapters import wrapped_layers
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -23,7 +31,9 @@ MODELS = {
     "gpt2": ("AutoModelForCausalLM", GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "c_attn|c_fc"),
     "t5": ("AutoModelForSeq2SeqLM", T5, r"(SelfAttention|EncDecAttention)\.(q|v)$"),
 }
-STOCK = BioGptConfig(**SIZES, max_position_embeddings=40)  # transformers' own class
+# transformers' own classes; bloom calls no attention of ours
+BLOOM = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+STOCKS = {"biogpt": (BioGptConfig(**SIZES, max_position_embeddings=40), "fc1"), "bloom": (BLOOM, "query_key_value")}
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60], [6, 7, 8, 9, 10], [44, 3, 2, 20, 81]])
 ROWS = ["one", "__base__", "two", "one"]
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:.*fan_in_fan_out")
@@ -130,9 +140,10 @@ def test_a_tower_of_packed_patches():
         model(input_ids=IDS, adapter_names=ROWS)
 
 
-def test_a_class_of_transformers_refuses_them_but_generates():
-    model = adapted("AutoModelForCausalLM", STOCK, "fc1")
-    with pytest.raises(UnsupportedOperationError, match="do not carry adapter_names"):
+@pytest.mark.parametrize("name", STOCKS)
+def test_a_class_of_transformers_refuses_them_but_generates(name):
+    model = adapted("AutoModelForCausalLM", *STOCKS[name])
+    with pytest.raises(ValueError, match=r"carry adapter_names, an adapter for each row: put the adapters in by"):
         model(input_ids=IDS, adapter_names=ROWS)
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     found = protocol.generate(model, IDS, adapter_names=ROWS, **settings)

@@ -261,6 +261,7 @@ def test_what_does_not_fit_leaves_the_model_as_it_was():
     modules, weights = str(model), {name: one.clone() for name, one in model.named_parameters()}
     for arguments, match in (
         (("int3",), "unknown format 'int3'"),
+        (("",), "unknown format ''"),
         ((QuantizationConfig(pattern="encoder"),), "no layer of LlamaForCausalLM has 'encoder'"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import transformers
 from transformers import LlamaConfig
 
+import easytorch
 from easytorch import protocol
+from easytorch.cache import RaggedPagesCache
 from easytorch.protocol import LossConfig, MaskInfo, compute_loss
 from easytorch.protocol.attention_inputs import check_cache
 from easytorch.protocol.loss_terms import answers
-from tests.protocol.shared_models import IDS, ONE, shared
+from tests.protocol.shared_models import IDS, ONE, SIZES, shared
 
 
 def loss(name: str, **batch):
@@ -33,6 +36,12 @@ SEGMENTS = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
 PIXELS = {"pixel_values": torch.zeros(2, 3, 8, 8)}
 REFUSED_LOSSES = {
     "settings of a type": (with_loss("t5", {}, input_ids=IDS), ValueError, "T5ForConditionalGeneration needs labels"),
+    "tokens of an image": (lambda: compute_loss(shared("vit"), IDS), TypeError, "takes no input_ids; .* pixel_values="),
+    "too many words": (
+        lambda: compute_loss(shared("llama"), IDS, IDS, None, None, None, None, None, None),
+        TypeError,
+        "too many positional",
+    ),
     "no answers": (loss("answers", input_ids=IDS), ValueError, "needs start_positions and end_positions"),
     "half an answer": (loss("answers", input_ids=IDS, start_positions=ONE), ValueError, "needs start_positions"),
     "answers of a shape": (
@@ -182,6 +191,12 @@ def cache_of(name: str):
     return protocol.init_cache(shared(name), 2, 8)
 
 
+def filled(kind: str):
+    cache = protocol.init_cache(shared("llama"), 2, 8, kind=kind)
+    shared("llama")(IDS, past_key_values=cache)
+    return cache
+
+
 REFUSED_CACHES = {
     "no rank": (prompt(input_ids=IDS[0]), ValueError, r"input_ids \(4,\) must be \(batch, length\)"),
     "empty": (prompt(input_ids=IDS[:, :0]), ValueError, r"input_ids \(2, 0\)"),
@@ -201,6 +216,27 @@ REFUSED_CACHES = {
         lambda: check_cache(metadata(), protocol.init_cache(shared("llama"), 3, 8)),
         ValueError,
         "batch_size=3",
+    ),
+    "a static cache's rows": (
+        lambda: cache_of("llama").batch_select_indices(ONE),
+        ValueError,
+        "batch_select_indices: a static cache has 2 rows from the start",
+    ),
+    "a static cache's beams": (
+        lambda: cache_of("llama").batch_repeat_interleave(2),
+        ValueError,
+        "batch_repeat_interleave: a static cache",
+    ),
+    "rows that are not there": (lambda: filled("int8").reorder_cache(ONE), ValueError, r"rows \[1, 2\] .* holds 2"),
+    "rows that are not there, of a growing one": (
+        lambda: filled("dynamic").batch_select_indices(ONE),
+        ValueError,
+        r"rows \[1, 2\] .* holds 2",
+    ),
+    "more rows": (
+        lambda: shared("llama")(IDS.repeat(2, 1)[:3], past_key_values=filled("int8")),
+        ValueError,
+        "the cache holds 2 rows, and 3 are given",
     ),
     "pages of a cache": (
         lambda: check_cache(protocol.create_paged_metadata(shared("llama"), 1.0, 4, 8), cache_of("llama")),
@@ -241,3 +277,59 @@ def test_the_ends_of_a_cache_and_of_settings_are_taken():
     LossConfig(label_smoothing=1.0, z_loss=0.0, router_aux_loss_coef=0.0, chunk_token_size=1, num_labels=1)
     LossConfig(loss_normalizing_factor=1e-9)
     assert protocol.create_paged_metadata(shared("llama"), 1, 4, 8).hbm_utilization == 1
+
+
+OTHERS = {
+    "layers": (LlamaConfig(**SIZES | {"num_hidden_layers": 3}, num_key_value_heads=2), "has 3 layers, and .* has 2"),
+    "a layer": (LlamaConfig(**SIZES | {"num_hidden_layers": 1}, num_key_value_heads=2), "1 layers, and .* has 2"),
+    "heads": (LlamaConfig(**SIZES), r"\(4, 8, 8\), and .* has \(2, 8, 8\)"),
+    "head_dim": (LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16), r"\(2, 16, 16\), and .* has \(2, 8, 8\)"),
+    "kinds": (
+        transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
+        "layers of linear_attention, and LlamaForCausalLM of full_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*((kind, case) for kind in ("static", "dynamic") for case in OTHERS), ("pages", "layers"), ("pages", "a layer")],
+)
+def test_a_cache_of_another_model_is_refused(case, kind):
+    """By every way that a cache comes in; both numbers are named, and nothing is written to it."""
+    config, match = OTHERS[case]
+    if kind == "pages":
+        pages = protocol.create_paged_metadata(easytorch.AutoModelForCausalLM.from_config(config), 1.0, 4, 8)
+        cache = RaggedPagesCache(dataclasses.replace(pages, num_pages=4))
+        match = match.replace("has", "(has|are for)", 1)
+    else:
+        cache = protocol.init_cache(easytorch.AutoModelForCausalLM.from_config(config), 2, 8, kind=kind)
+    model = shared("llama")
+    output = SimpleNamespace(past_key_values=cache)
+    calls = [
+        lambda: model(IDS, past_key_values=cache),
+        lambda: compute_loss(model, input_ids=IDS, past_key_values=cache),
+        lambda: protocol.prepare_inputs_for_call(model, input_ids=IDS, past_key_values=cache),
+        lambda: protocol.update_inputs_for_generation(model, output, {}),
+    ]
+    if case != "kinds":  # there transformers asks the cache for its length first, and refuses it
+        calls.append(lambda: model.generate(IDS, past_key_values=cache, max_new_tokens=1, do_sample=False))
+    for call in calls:
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert not any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()) if kind != "pages")
+
+
+def test_a_cache_of_an_encoder_decoder_is_refused_by_a_decoder():
+    with pytest.raises(ValueError, match="the cache is of a model with an encoder, and LlamaForCausalLM has none"):
+        shared("llama")(IDS, past_key_values=cache_of("t5"))
+
+
+def test_arguments_in_the_documented_order():
+    mask = torch.ones_like(IDS)
+    named = compute_loss(shared("llama"), input_ids=IDS, labels=IDS, attention_mask=mask, segment_ids=SEGMENTS)
+    for placed in (
+        compute_loss(shared("llama"), IDS, IDS, None, mask, None, None, SEGMENTS),
+        shared("llama").compute_loss(IDS, IDS, None, mask, None, None, SEGMENTS),
+    ):
+        assert torch.equal(placed[1].loss, named[1].loss)

@@ -495,3 +495,16 @@ def test_values_that_a_model_cannot_take():
             call(argument)
     with pytest.raises(TypeError, match="takes a LlamaConfig, not BertConfig"):
         type(model).lazy_init(transformers.BertConfig())
+
+
+def test_accelerates_optimizer_is_the_one_inside(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = build("llama")
+    prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, torch.optim.AdamW(model.parameters()))
+    train(prepared, optimizer)
+    protocol.to_state(prepared, optimizer, step=1).save(tmp_path / "state")
+    state = protocol.load_state(tmp_path / "state", model_class=type(model))
+    before = {name: one.clone() for name, one in state.optimizer.slots["model.norm.weight"].items()}
+    optimizer.optimizer.state.clear()
+    assert state.optimizer.kind == "torch.optim.adamw.AdamW" and state.restore(prepared, optimizer) == 1
+    assert all(torch.equal(one, before[name]) for name, one in optimizer.state[model.model.norm.weight].items())
