@@ -30,13 +30,13 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForVideo
                 "ForAudioClassification")  # fmt: skip
 
 
-@check_types("input_ids", "labels", "inputs_embeds", "attention_mask", "position_ids", "loss_config", "loss_kwargs")
+@check_types("attention_mask", "labels", "loss_config", "loss_kwargs")
 def compute_loss(
     model: PreTrainedModel,
     input_ids: Tensor | None = None,
     labels: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     mask_info: MaskInfo | None = None,
     position_ids: Tensor | None = None,
     segment_ids: Tensor | None = None,
