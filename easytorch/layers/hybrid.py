@@ -15,14 +15,15 @@ from easytorch.layers.rotary import PartialRotaryEmbedding
 
 
 class HybridLayer(DecoderLayer):
-    """A decoder layer whose attention is the one that `config.layer_types` names."""
+    """A decoder layer whose attention is the one that `config.layer_types` names. linear_name: of the linear one."""
 
     linear_class: ClassVar[type[nn.Module]]
+    linear_name: ClassVar[str] = "linear_attn"
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
         self.is_linear = config.layer_types[layer_idx] == LINEAR
         if self.is_linear:
-            self.linear_attn = self.linear_class(config, layer_idx)
+            setattr(self, self.linear_name, self.linear_class(config, layer_idx))
         else:
             self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = self.new_mlp(config, layer_idx)
@@ -32,7 +33,7 @@ class HybridLayer(DecoderLayer):
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
         normalized = self.input_layernorm(hidden_states)
         if self.is_linear:
-            attended = self.linear_attn(normalized, cache_params=past_key_values, **kwargs)
+            attended = getattr(self, self.linear_name)(hidden_states=normalized, cache_params=past_key_values, **kwargs)
         else:
             attended, _ = self.self_attn(hidden_states=normalized, past_key_values=past_key_values, **kwargs)
         hidden_states = hidden_states + attended

@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         self.q_lora_rank, self.kv_lora_rank = config.q_lora_rank, config.kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.qk_head_dim, self.v_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim, config.v_head_dim
-        self.scaling = self.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters) ** 2
+        self.scaling = self.qk_head_dim**-0.5 * yarn_scale(getattr(config, "rope_parameters", {})) ** 2
         self.sizes = LatentDims(
             self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
         )

@@ -17,8 +17,9 @@ from easytorch.operations.state_space import StateSpaceImpl, StateSpaceOutput
 @OperationRegistry.register
 class GatedDeltaRule(StateSpaceImpl):
     """`gated_delta_rule(query, key, value, g, beta, softmax_scale=None, initial_state=None, use_qk_l2norm=False,
-    segment_ids=None)`: query, key (B, T, H, Dk), value (B, T, Hv, Dv) -> outputs (B, T, Hv, Dv), final_state
-    (B, Hv, Dk, Dv). `scale` is another name of softmax_scale; without either it is the metadata's, else Dk ** -0.5."""
+    segment_ids=None)`: query, key (B, T, H, Dk), value (B, T, Hv, Dv), g (B, T, Hv), or (B, T, Hv, Dk) as in Kimi
+    Delta Attention, -> outputs (B, T, Hv, Dv), final_state (B, Hv, Dk, Dv). `scale` is another name of softmax_scale;
+    without either it is the metadata's, else Dk ** -0.5."""
 
     settings: ClassVar[tuple[str, ...]] = ("softmax_scale",)
     casts = ("query", "key", "value")
@@ -40,6 +41,9 @@ class GatedDeltaRule(StateSpaceImpl):
     ) -> str | None:
         if backend == "xla" and (self.metadata.runtime_dtype or value.dtype) == torch.float64:
             return "TPUs and jax, as torch_xla calls it, have no float64"
+        g = args[0] if args else kwargs.get("g")
+        if backend in ("triton", "xla") and isinstance(g, Tensor) and g.dim() == 4:
+            return "its kernels take one decay a head, not one a channel"
         if backend == "cpu":
             return cpu.supports(query, key, self.cast(value), *args, **kwargs)
         if backend != "triton":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from easytorch.kernels.gated_delta_rule import aten_channels
 from easytorch.kernels.gated_delta_rule.native import DeltaRuleDims, check_arguments, first_state, prepare
 from easytorch.kernels.recurrence import decay, documents
 from easytorch.kernels.recurrence.arguments import wide_dtype
@@ -37,7 +38,8 @@ def gated_delta_rule(
             outputs, state = _step(query, key, value.to(wide), g.to(wide), beta.to(wide), state, sizes)
         else:
             number = None if segment_ids is None else documents.numbers(segment_ids)
-            outputs, state = chunks(query, key, value.to(wide), g.to(wide), beta.to(wide), state, number, sizes)
+            run = chunks if g.dim() == 3 else aten_channels.chunks
+            outputs, state = run(query, key, value.to(wide), g.to(wide), beta.to(wide), state, number, sizes)
     return outputs.to(value.dtype), state
 
 
@@ -48,7 +50,7 @@ def _step(
     """One token, T = 1: (B, H, heads of a key, ...)."""
     batch, _, heads, key_width, value_heads, value_width = sizes
     grouped = (batch, heads, value_heads // heads)
-    state = g.exp().reshape(*grouped, 1, 1) * state.reshape(*grouped, key_width, value_width)
+    state = g.exp().reshape(*grouped, -1, 1) * state.reshape(*grouped, key_width, value_width)
     read = key.reshape(batch, heads, 1, 1, key_width) @ state
     change = beta.reshape(*grouped, 1, 1) * (value.reshape(*grouped, 1, value_width) - read)
     state = torch.addcmul(state, key.reshape(batch, heads, 1, key_width, 1), change)

@@ -16,6 +16,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
              initial_state: Tensor | None = None, use_qk_l2norm: bool = False, segment_ids: Tensor | None = None,
              *, scale: float | None = None) -> str | None:  # fmt: skip
     """None when `gated_delta_rule` takes this call, else the reason. The first call may build the library."""
+    if g.dim() == 4:
+        return "it takes one decay a head, not one a channel"
     return refusal_of_sequences((query, key, value, g, beta, initial_state), segment_ids, (query, value))
 
 

@@ -35,14 +35,16 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     segment_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query, key (B, T, H, Dk), value (B, T, Hv, Dv), g, beta (B, T, Hv), initial_state (B, Hv, Dk, Dv) -> outputs
-    (B, T, Hv, Dv), final_state (B, Hv, Dk, Dv). Hv is a multiple of H: Hv / H value heads share a query and a key.
+    """query, key (B, T, H, Dk), value (B, T, Hv, Dv), g (B, T, Hv) or (B, T, Hv, Dk), beta (B, T, Hv), initial_state
+    (B, Hv, Dk, Dv) -> outputs (B, T, Hv, Dv), final_state (B, Hv, Dk, Dv). Hv is a multiple of H: Hv / H value heads
+    share a query and a key.
 
     Token by token, with key and query divided by sqrt(their squared norm + 1e-6) where use_qk_l2norm:
         state = exp(g) * state;  state += beta * key (value - state^T key)^T;  output = softmax_scale * state^T query.
-    softmax_scale: None means Dk ** -0.5. g: logarithm of the decay, at most 0. The first state is initial_state, zeros
-    where it is None; segment_ids (B, T), integers: it is zeros again wherever a token's id is not that of the token
-    before it.
+    softmax_scale: None means Dk ** -0.5. g: logarithm of the decay, at most 0; with Dk numbers a head each row of the
+    state has its own (Kimi Delta Attention, https://arxiv.org/abs/2510.26692, equation 1). The first state is
+    initial_state, zeros where it is None; segment_ids (B, T), integers: it is zeros again wherever a token's id is not
+    that of the token before it.
 
     Computed in float32 (float64 for a float64 value), the dtype of final_state; outputs are rounded once, to value's.
     """
@@ -52,12 +54,14 @@ def gated_delta_rule(
     query, key = (tensor.repeat_interleave(shared, 2).unsqueeze(4) for tensor in (query, key))  # (B, T, Hv, Dk, 1)
     wide = wide_dtype(value)
     decay, rate, values = g.to(wide).exp(), beta.to(wide).unsqueeze(3), value.to(wide)
+    if g.dim() == 3:
+        decay = decay.unsqueeze(3)
     if segment_ids is not None:
-        decay = decay.masked_fill(documents.first_tokens(segment_ids).unsqueeze(2), 0.0)
+        decay = decay.masked_fill(documents.first_tokens(segment_ids)[:, :, None, None], 0.0)
     state = first_state(value, sizes, initial_state)
     outputs = []
     for t in range(sizes.length):
-        state = decay[:, t, :, None, None] * state
+        state = decay[:, t].unsqueeze(3) * state
         change = rate[:, t] * (values[:, t] - (state * key[:, t]).sum(2))
         state = state + key[:, t] * change.unsqueeze(2)
         outputs.append((state * query[:, t]).sum(2))
@@ -102,8 +106,9 @@ def check_arguments(
         raise ValueError(f"gated_delta_rule: value heads must be a multiple of {heads} heads, got {value_heads}")
     scalars = (batch, length, value_heads)
     check_shapes(
-        "gated_delta_rule", key=(key, tuple(query.shape)), value=(value, (*scalars, value_width)), g=(g, scalars),
-        beta=(beta, scalars), initial_state=(initial_state, (batch, value_heads, key_width, value_width)),
+        "gated_delta_rule", key=(key, tuple(query.shape)), value=(value, (*scalars, value_width)),
+        g=(g, scalars if g.dim() != 4 else (*scalars, key_width)), beta=(beta, scalars),
+        initial_state=(initial_state, (batch, value_heads, key_width, value_width)),
     )  # fmt: skip
     check_segments("gated_delta_rule", segment_ids, (batch, length))
     return DeltaRuleDims(batch, length, heads, key_width, value_heads, value_width)

@@ -24,13 +24,18 @@ class Decay(NamedTuple):
     whole: torch.Tensor
 
 
+def running_sums(log: torch.Tensor, wide: torch.dtype, dim: int) -> torch.Tensor:
+    """The sums of log, at most 0, up to each token along `dim`, float64; what exp makes 0 in `wide` is clamped."""
+    return log.to(torch.float64).clamp(min=_NOTHING[wide]).cumsum(dim)
+
+
 def of_chunk(log: torch.Tensor, number: torch.Tensor | None, wide: torch.dtype) -> Decay:
     """log (..., L), the logarithm of each token's decay, at most 0 -> the products, in the dtype `wide`.
 
     number (..., L), for packed documents: each token's document, 0 for the one that the chunk's initial state belongs
     to; a product across two documents is 0.
     """
-    total = log.to(torch.float64).clamp(min=_NOTHING[wide]).cumsum(-1)
+    total = running_sums(log, wide, -1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     length = log.shape[-1]
     apart = torch.ones(length, length, dtype=torch.bool, device=log.device).triu(1)

@@ -140,6 +140,7 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
 
 
 _DECODERS_OF_GRIDS = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
+_DECODERS_OF_GRIDS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def _of_grids(rng: random.Random, family: str, text: DrawText) -> dict[str, Any]:
@@ -147,7 +148,10 @@ def _of_grids(rng: random.Random, family: str, text: DrawText) -> dict[str, Any]
     for name in ("model_type", "use_sliding_window", "sliding_window", "max_window_layers"):
         decoder.pop(name, None)
     decoder.pop("layer_types", None)
-    if family == "qwen3_5":  # with one of full attention: transformers' cache of states alone has no length
+    if family in (
+        "qwen3_5",
+        "qwen3_5_moe",
+    ):  # with one of full attention: transformers' cache of states alone has no length
         kinds = ("linear_attention", "full_attention")
         types = ["full_attention", *(rng.choice(kinds) for _ in range(decoder["num_hidden_layers"] - 1))]
         decoder["layer_types"] = rng.sample(types, len(types))

@@ -690,6 +690,35 @@ FAMILIES |= {
         ),
     ),
 }
+FAMILIES |= {
+    "kimi_linear": replace(
+        _decoder(
+            "KimiLinear",
+            sizes=_EXPERTS
+            | {
+                "layer_types": _DELTA["layer_types"],
+                "mlp_layer_types": ["sparse", "dense"],
+                "num_key_value_heads": 4,
+                "num_local_experts": 8,
+                "n_group": 4,
+                "topk_group": 2,
+                "moe_intermediate_size": 24,
+                "kv_lora_rank": 12,
+                "qk_nope_head_dim": 6,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 8,
+                "linear_head_dim": 6,
+                "linear_num_heads": 3,
+                "rms_norm_eps": 1e-6,
+            },
+            variants=(
+                {"q_lora_rank": 10, "attention_bias": True, "linear_conv_kernel_dim": 2, "n_shared_experts": 2},
+                {"hidden_act": "gelu", "layer_types": _DELTA["layer_types"][::-1], "norm_topk_prob": False},
+            ),
+        ),
+        attentions=1,
+    ),
+}
 ENCODERS, SEQ2SEQ = tuple(ENCODER_FAMILIES), tuple(SEQ2SEQ_FAMILIES)
 DECODERS = tuple(name for name in FAMILIES if name not in (*ENCODERS, *SEQ2SEQ))
 EXPERTS = (
@@ -709,9 +738,10 @@ EXPERTS = (
     "nemotron_h",
     "llama4_text",
     "deepseek_v32",
+    "kimi_linear",
 )
 MAMBA = ("mamba", "mamba2", "nemotron_h", "falcon_h1")  # whose out_proj PEFT refuses
-RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
+RECURRENT = (*MAMBA, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "kimi_linear")
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 CAUSAL = {family: next(head for head in FAMILIES[family].heads if head.endswith(_CAUSAL)) for family in DECODERS}
 # The head whose logits stand for a family where one is enough.

@@ -11,6 +11,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -76,6 +77,8 @@ _QWEN3_5 = _TEXT | {
     "linear_num_value_heads": 4,
     "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0},
 }
+_QWEN3_5_MOE = {name: size for name, size in _QWEN3_5.items() if name != "intermediate_size"} | _EXPERTS
+_QWEN3_5_MOE |= {"shared_expert_intermediate_size": 40, "num_experts": 3}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 IMAGE_TEXT_FAMILIES = {
     "llava": Family(
@@ -163,9 +166,16 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _QWEN3_5 | {"attention_bias": True}, "tie_word_embeddings": True},
         ),
     ),
+    "qwen3_5_moe": Family(
+        Qwen3_5MoeConfig,
+        ("Qwen3_5MoeModel", "Qwen3_5MoeForConditionalGeneration"),
+        _TOKENS | {"vision_config": _QWEN3_5_VISION, "text_config": _QWEN3_5_MOE},
+        attentions=1,
+        variants=({"text_config": _QWEN3_5_MOE | {"output_router_logits": True}, "tie_word_embeddings": True},),
+    ),
 }
 # Families whose images are patches of any number, with the grid of each.
-FRAMES_APART = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")  # with text between the frames of a video
+FRAMES_APART = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # with text between the frames of a video
 OF_GRIDS = ("qwen2_vl", "qwen2_5_vl", *FRAMES_APART)
 _HEADS = {head: family for family, row in IMAGE_TEXT_FAMILIES.items() for head in row.heads}
 

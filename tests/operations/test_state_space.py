@@ -22,13 +22,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORCED = ["native", "aten"]
 # the operators in C++ have no gradient
 FORWARD = [*FORCED, *(["cpu"] if library.missing() is None else [])]
+CHANNELS = "gated_delta_rule by channel"  # with a decay for each channel of a key
 DEFINITION = {
     "causal_conv1d": conv_native.causal_conv1d,
     "ssm1": ssm1_native.ssm1,
     "ssm2": ssm2_native.ssm2,
     "gated_delta_rule": delta_native.gated_delta_rule,
+    CHANNELS: delta_native.gated_delta_rule,
 }
 OPERATIONS = list(DEFINITION)
+# the operators in C++ take one decay a head
+OPERATIONS_FORWARD = [
+    (name, forced) for name in OPERATIONS for forced in FORWARD if (name, forced) != (CHANNELS, "cpu")
+]
 # the arguments that run along the sequence
 ALONG = {"x", "dt", "B", "C", "z", "query", "key", "value", "g", "beta", "segment_ids"}
 Arguments = dict[str, Any]
@@ -57,6 +63,8 @@ def arguments(name: str, length: int, batch: int = 2) -> Arguments:
         "query": r(b, t, 2, 12), "key": r(b, t, 2, 12), "value": r(b, t, 6, 10), "g": -r(b, t, 6).exp(),
         "beta": r(b, t, 6).sigmoid(), "initial_state": r(b, 6, 12, 10),
     }  # fmt: skip
+    if name == CHANNELS:
+        given["g"] = -r(b, t, 6, 12).exp()
     return {**given, "use_qk_l2norm": True}
 
 
@@ -78,7 +86,7 @@ def floating(value: Any) -> bool:
 
 
 def operation(name: str, backend: str | None = None) -> OperationImpl:
-    return OperationRegistry.create(name, OperationMetadata(backend=backend))
+    return OperationRegistry.create(name.split()[0], OperationMetadata(backend=backend))
 
 
 def results(function: Any, given: Arguments, dtype: torch.dtype, numbers: torch.dtype) -> dict[str, Tensor]:
@@ -131,8 +139,7 @@ def test_what_is_optional_may_be_absent(name: str) -> None:
     assert_matches_definition(name, "aten", given, torch.float32)
 
 
-@pytest.mark.parametrize("forced", FORWARD)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
 def test_parts_chained_by_their_state_are_the_whole(name: str, forced: str) -> None:
     given, run = {**arguments(name, 70), "segment_ids": segments(70)}, operation(name, forced)
     # two parts meet within a document
@@ -146,8 +153,7 @@ def test_parts_chained_by_their_state_are_the_whole(name: str, forced: str) -> N
     torch.testing.assert_close(state, whole.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("forced", FORWARD)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
 def test_documents_do_not_leak(name: str, forced: str) -> None:
     given, run = arguments(name, 50), operation(name, forced)
     ids = torch.tensor([3] * 13 + [9] * 20 + [3] * 17).expand(2, 50)
@@ -159,8 +165,7 @@ def test_documents_do_not_leak(name: str, forced: str) -> None:
     torch.testing.assert_close(packed.final_state, alone.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("forced", FORWARD)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
 def test_documents_shorter_than_a_state_holds(name: str, forced: str) -> None:
     given, run = arguments(name, 8), operation(name, forced)
     packed = run(**given, segment_ids=torch.tensor([3] * 6 + [9] * 2).expand(2, 8))
@@ -169,8 +174,7 @@ def test_documents_shorter_than_a_state_holds(name: str, forced: str) -> None:
     torch.testing.assert_close(packed.final_state, alone.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("forced", FORWARD)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
 def test_an_initial_state_of_any_strides(name: str, forced: str) -> None:
     given, run = arguments(name, 5), operation(name, forced)
     state = given["initial_state"]
@@ -184,7 +188,7 @@ def test_an_initial_state_of_any_strides(name: str, forced: str) -> None:
 
 
 @pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.parametrize(("name", "decay"), [("ssm1", "A"), ("ssm2", "A"), ("gated_delta_rule", "g")])
+@pytest.mark.parametrize(("name", "decay"), [("ssm1", "A"), ("ssm2", "A"), ("gated_delta_rule", "g"), (CHANNELS, "g")])
 @pytest.mark.parametrize("strength", [0.0, 40.0, 1e4])
 def test_decays_of_any_strength(name: str, decay: str, forced: str, strength: float) -> None:
     """Quotients of cumulative products would overflow, and float32 running sums lose the weak decays between."""
@@ -307,13 +311,13 @@ def test_vmap_and_functional_gradients(name: str) -> None:
 def test_the_differential_mode_agrees(name: str, compared: list[str]) -> None:
     for dtype in DTYPES:
         operation(name)(**{n: v.to(dtype) if floating(v) else v for n, v in arguments(name, 90).items()})
-    assert compared == [f"{name}:{operation(name).choose(**arguments(name, 90)).backend}"] * len(DTYPES)
+    assert compared == [f"{name.split()[0]}:{operation(name).choose(**arguments(name, 90)).backend}"] * len(DTYPES)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_results_serialize_and_keep_the_runtime_dtype(name: str) -> None:
     given = arguments(name, 3)
-    run = OperationRegistry.create(name, OperationMetadata(runtime_dtype=torch.bfloat16))
+    run = OperationRegistry.create(name.split()[0], OperationMetadata(runtime_dtype=torch.bfloat16))
     result = run(**given)
     assert result.outputs.dtype == torch.bfloat16 and result.final_state.dtype == torch.float32
     again = StateSpaceOutput.from_json(result.to_json())
@@ -322,7 +326,7 @@ def test_results_serialize_and_keep_the_runtime_dtype(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_platform_has_an_answer(name: str) -> None:
-    args, kwargs = OperationRegistry.get(name).typical_call()
+    args, kwargs = OperationRegistry.get(name.split()[0]).typical_call()
     for platform in PLATFORMS:
         assert operation(name).choose_on(platform, args, kwargs).backend in operation(name).backends()
     given = arguments(name, 4)
@@ -330,10 +334,9 @@ def test_every_platform_has_an_answer(name: str) -> None:
     assert operation(name).choose(**{**given, first: given[first].requires_grad_()}).backend == "aten"
 
 
-@pytest.mark.parametrize("forced", FORWARD)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
 def test_errors_name_what_is_wrong(name: str, forced: str) -> None:
-    given, run = arguments(name, 4), operation(name, forced)
+    given, run, name = arguments(name, 4), operation(name, forced), name.split()[0]
     with pytest.raises(ValueError, match=rf"{name}: initial_state must be \(.*, got \(1,\)"):
         run(**{**given, "initial_state": torch.zeros(1)})
     with pytest.raises(ValueError, match=rf"{name}: segment_ids must be integers \(2, 4\), got \(2, 3\)"):
