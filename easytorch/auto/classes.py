@@ -112,7 +112,8 @@ class EasyTorchAuto(_Base):
         """A model with the weights of a folder or a name on the Hub, as `transformers.AutoModel.from_pretrained`.
 
         Further arguments: `from_flax` loads flax_model.msgpack or another tree of arrays, which is also the default
-        where there are no torch weights; with `strict=False` missing and unexpected weights are only warned about.
+        where there are no torch weights; with `strict=False`, and by default where `output_loading_info` names them,
+        missing and unexpected weights are only warned about.
         """
         path = pretrained_model_name_or_path
         settings_of_name(kwargs)
@@ -128,6 +129,8 @@ class EasyTorchAuto(_Base):
             kwargs["config"] = config
         wanted = _module_wishes(config, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
+        if kwargs.get("strict") is None:
+            kwargs["strict"] = not wants_info
         if issubclass(model_class, NativeModel):
             model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
         else:

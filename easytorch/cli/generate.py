@@ -44,7 +44,7 @@ def command(
     place = find_device(device)
     weights = "auto" if dtype == "auto" else getattr(torch, dtype)
     loaded, info = easytorch.AutoModelForCausalLM.from_pretrained(
-        model, dtype=weights, output_loading_info=True, **forced
+        model, dtype=weights, output_loading_info=True, strict=True, **forced
     )
     check_causal(loaded, info["missing_keys"], model)
     loaded = loaded.to(place).eval()

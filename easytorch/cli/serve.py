@@ -94,7 +94,7 @@ def generates(config: Any) -> bool:
 def _load(auto: str, model: str, weights: Any, place: torch.device) -> Any:
     import easytorch
 
-    loaded, info = getattr(easytorch, auto).from_pretrained(model, dtype=weights, output_loading_info=True)
+    loaded, info = getattr(easytorch, auto).from_pretrained(model, dtype=weights, output_loading_info=True, strict=True)
     if auto == "AutoModelForCausalLM":
         check_causal(loaded, info["missing_keys"], model)
     return loaded.to(place).eval()

@@ -43,11 +43,12 @@ class FusedProjections(nn.Module):
     _neighbours: MemoryLayout | None = None
 
     def lay_projections(self) -> None:
-        """Move what `fused` names into one storage, where all of them are plain."""
+        """Move what `fused` names into one storage, where all of them are plain and large enough to be one product."""
         layers: list[Any] = [self._modules.get(name) for name in self.fused]
         if all(type(layer) is nn.Linear for layer in layers):
             self.joins = sum(layer.weight.numel() for layer in layers) >= SMALLEST_WEIGHT
-            lay_side_by_side(layers)
+            if self.joins:
+                lay_side_by_side(layers)
 
     def projections(self, x: Tensor) -> list[Tensor]:
         """x (..., K) -> the output of each of `fused`, (..., N): views of one product, or products of their own.

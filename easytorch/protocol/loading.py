@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
 from easytorch.protocol.flax_loading import load_flax
 from easytorch.protocol.gguf_loading import gguf_source, load_gguf
+from easytorch.protocol.load_checks import check_shapes
 from easytorch.protocol.packed_loading import load_packed, packed_checkpoint
 from easytorch.protocol.quantization_config import settings_of_name
 from easytorch.protocol.tied_weights import fill_repeats, weights_of
@@ -66,6 +67,10 @@ def load_pretrained(
         )
         opened = nullcontext(weights.__getitem__)
     fill_repeats(model, info, opened)
-    if strict and not getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return model, info
+    if strict:
         check(model, info, source, ignore_mismatched_sizes=ignore)
+    else:
+        check_shapes(model, info, source, ignore)
     return model, info

@@ -64,18 +64,19 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         ignore_mismatched_sizes: bool = False,
         output_loading_info: bool = False,
         from_flax: bool = False,
-        strict: bool = True,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
         """As `transformers.PreTrainedModel.from_pretrained`, with Flax checkpoints, and errors where that only warns.
 
         from_flax: load flax_model.msgpack even beside torch weights; by default only where there are no others.
         strict: refuse a checkpoint that lacks a base weight, or has one the family does not know; with False
-        transformers only warns. A shape that differs is refused unless `ignore_mismatched_sizes`.
+        transformers only warns. None: unless output_loading_info is asked for, which has their names. A shape that
+        differs is refused unless `ignore_mismatched_sizes`.
         """
         load: Any = super().from_pretrained
         kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
-        kwargs |= {"from_flax": from_flax, "strict": strict}
+        kwargs |= {"from_flax": from_flax, "strict": not output_loading_info if strict is None else strict}
         model, info = load_pretrained(
             cls,
             pretrained_model_name_or_path,
@@ -155,8 +156,8 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         if not registered or "flash" in attn_implementation:
             names = ", ".join(repr(name) for name in NATIVE_INTERFACES if name != FLASH_FOR_TRANSFORMERS)
             raise ValueError(
-                f"{type(self).__name__} does not run attn_implementation={attn_implementation!r}; it takes {names}, "
-                f"'flex_attention' or a name registered with transformers.AttentionInterface"
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported by {type(self).__name__}; '
+                f"it takes {names}, 'flex_attention' or a name registered with transformers.AttentionInterface"
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, is_init_check, allow_all_kernels)
 

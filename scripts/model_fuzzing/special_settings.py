@@ -66,4 +66,10 @@ def _deepseek_v32(rng: random.Random, changes: dict[str, Any]) -> None:
     changes["mlp_layer_types"] = rng.choice((None, [rng.choice(kinds) for _ in range(changes["num_hidden_layers"])]))
 
 
-_AMENDED = {"gemma4_text": _gemma4, "llama4_text": _llama4, "deepseek_v32": _deepseek_v32}
+def _kimi_linear(rng: random.Random, changes: dict[str, Any]) -> None:
+    """Layers with and without experts; transformers' class runs with a key of each head alone."""
+    changes["mlp_layer_types"] = [rng.choice(("dense", "sparse")) for _ in range(changes["num_hidden_layers"])]
+    changes["num_key_value_heads"] = changes["num_attention_heads"]
+
+
+_AMENDED = {"gemma4_text": _gemma4, "llama4_text": _llama4, "deepseek_v32": _deepseek_v32, "kimi_linear": _kimi_linear}

@@ -28,13 +28,12 @@ DEFINITION = {
     "ssm1": ssm1_native.ssm1,
     "ssm2": ssm2_native.ssm2,
     "gated_delta_rule": delta_native.gated_delta_rule,
-    CHANNELS: delta_native.gated_delta_rule,
 }
 OPERATIONS = list(DEFINITION)
+DEFINITION[CHANNELS] = delta_native.gated_delta_rule
+CASES = list(DEFINITION)
 # the operators in C++ take one decay a head
-OPERATIONS_FORWARD = [
-    (name, forced) for name in OPERATIONS for forced in FORWARD if (name, forced) != (CHANNELS, "cpu")
-]
+CASES_FORWARD = [(name, forced) for name in CASES for forced in FORWARD if (name, forced) != (CHANNELS, "cpu")]
 # the arguments that run along the sequence
 ALONG = {"x", "dt", "B", "C", "z", "query", "key", "value", "g", "beta", "segment_ids"}
 Arguments = dict[str, Any]
@@ -113,14 +112,14 @@ def assert_matches_definition(name: str, forced: str | None, given: Arguments, d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_every_gradient(name: str, forced: str, dtype: torch.dtype) -> None:
     assert_matches_definition(name, forced, arguments(name, 63), dtype)
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 64, 130])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_lengths_and_documents(name: str, length: int, documents: bool) -> None:
     given = arguments(name, length)
     assert_matches_definition(
@@ -128,7 +127,7 @@ def test_lengths_and_documents(name: str, length: int, documents: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_optional_may_be_absent(name: str) -> None:
     optional = {"bias", "initial_state", "activation", "D", "z", "dt_bias", "dt_softplus", "dt_limit", "use_qk_l2norm"}
     given = {n: v for n, v in arguments(name, 33).items() if n not in optional}
@@ -139,7 +138,7 @@ def test_what_is_optional_may_be_absent(name: str) -> None:
     assert_matches_definition(name, "aten", given, torch.float32)
 
 
-@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
+@pytest.mark.parametrize(("name", "forced"), CASES_FORWARD)
 def test_parts_chained_by_their_state_are_the_whole(name: str, forced: str) -> None:
     given, run = {**arguments(name, 70), "segment_ids": segments(70)}, operation(name, forced)
     # two parts meet within a document
@@ -153,7 +152,7 @@ def test_parts_chained_by_their_state_are_the_whole(name: str, forced: str) -> N
     torch.testing.assert_close(state, whole.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
+@pytest.mark.parametrize(("name", "forced"), CASES_FORWARD)
 def test_documents_do_not_leak(name: str, forced: str) -> None:
     given, run = arguments(name, 50), operation(name, forced)
     ids = torch.tensor([3] * 13 + [9] * 20 + [3] * 17).expand(2, 50)
@@ -165,7 +164,7 @@ def test_documents_do_not_leak(name: str, forced: str) -> None:
     torch.testing.assert_close(packed.final_state, alone.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
+@pytest.mark.parametrize(("name", "forced"), CASES_FORWARD)
 def test_documents_shorter_than_a_state_holds(name: str, forced: str) -> None:
     given, run = arguments(name, 8), operation(name, forced)
     packed = run(**given, segment_ids=torch.tensor([3] * 6 + [9] * 2).expand(2, 8))
@@ -174,7 +173,7 @@ def test_documents_shorter_than_a_state_holds(name: str, forced: str) -> None:
     torch.testing.assert_close(packed.final_state, alone.final_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
+@pytest.mark.parametrize(("name", "forced"), CASES_FORWARD)
 def test_an_initial_state_of_any_strides(name: str, forced: str) -> None:
     given, run = arguments(name, 5), operation(name, forced)
     state = given["initial_state"]
@@ -229,7 +228,7 @@ def test_a_state_that_is_never_kept(name: str, decay: str, forced: str, length: 
 
 
 @pytest.mark.parametrize("forced", FORCED)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_zeros(name: str, forced: str) -> None:
     given = {n: torch.zeros_like(v) if floating(v) else v for n, v in arguments(name, 20).items()}
     for field, got in results(operation(name, forced), given, torch.float32, torch.float32).items():
@@ -238,14 +237,14 @@ def test_zeros(name: str, forced: str) -> None:
             assert not got.any()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_an_empty_batch(name: str) -> None:
     result = operation(name)(**arguments(name, 5, batch=0))
     assert result.outputs.shape[:2] == (0, 5) and result.final_state.shape[0] == 0
 
 
 @pytest.mark.parametrize("length", [1, 70])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_compiles_to_one_graph(name: str, length: int) -> None:
     given, run = {**arguments(name, length), "segment_ids": segments(length)}, operation(name)
     torch._dynamo.reset()
@@ -255,7 +254,7 @@ def test_compiles_to_one_graph(name: str, length: int) -> None:
         torch.testing.assert_close(got[field], want[field], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_exports(name: str) -> None:
     class Module(torch.nn.Module):
         def forward(self, given: Arguments) -> StateSpaceOutput:
@@ -267,7 +266,7 @@ def test_exports(name: str) -> None:
     torch.testing.assert_close(exported.outputs, operation(name)(**tensors).outputs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_autocast_leaves_the_state_wide(name: str) -> None:
     given, run = arguments(name, 70), operation(name)
     want = run(**given)
@@ -277,7 +276,7 @@ def test_autocast_leaves_the_state_wide(name: str) -> None:
     torch.testing.assert_close(got.final_state, want.final_state)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_activation_checkpointing(name: str) -> None:
     given, run = arguments(name, 40), operation(name)
     checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False)
@@ -286,7 +285,7 @@ def test_activation_checkpointing(name: str) -> None:
         torch.testing.assert_close(got[field], want[field])
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_vmap_and_functional_gradients(name: str) -> None:
     given, run = arguments(name, 20, batch=1), operation(name)
     tensors = {n: v for n, v in given.items() if floating(v)}
@@ -307,14 +306,14 @@ def test_vmap_and_functional_gradients(name: str) -> None:
             torch.testing.assert_close(got[n][i], want[n], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_differential_mode_agrees(name: str, compared: list[str]) -> None:
     for dtype in DTYPES:
         operation(name)(**{n: v.to(dtype) if floating(v) else v for n, v in arguments(name, 90).items()})
     assert compared == [f"{name.split()[0]}:{operation(name).choose(**arguments(name, 90)).backend}"] * len(DTYPES)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_results_serialize_and_keep_the_runtime_dtype(name: str) -> None:
     given = arguments(name, 3)
     run = OperationRegistry.create(name.split()[0], OperationMetadata(runtime_dtype=torch.bfloat16))
@@ -324,7 +323,7 @@ def test_results_serialize_and_keep_the_runtime_dtype(name: str) -> None:
     assert torch.equal(again.outputs, result.outputs) and torch.equal(again.final_state, result.final_state)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_platform_has_an_answer(name: str) -> None:
     args, kwargs = OperationRegistry.get(name.split()[0]).typical_call()
     for platform in PLATFORMS:
@@ -334,7 +333,7 @@ def test_every_platform_has_an_answer(name: str) -> None:
     assert operation(name).choose(**{**given, first: given[first].requires_grad_()}).backend == "aten"
 
 
-@pytest.mark.parametrize(("name", "forced"), OPERATIONS_FORWARD)
+@pytest.mark.parametrize(("name", "forced"), CASES_FORWARD)
 def test_errors_name_what_is_wrong(name: str, forced: str) -> None:
     given, run, name = arguments(name, 4), operation(name, forced), name.split()[0]
     with pytest.raises(ValueError, match=rf"{name}: initial_state must be \(.*, got \(1,\)"):
