@@ -3,6 +3,7 @@
     python scripts/bench_generation.py                       # 0.44 B weights, bfloat16 and float32
     python scripts/bench_generation.py --dtypes bfloat16 --llama-formats q8_0
     python scripts/bench_generation.py --quick               # a tiny model, to see that everything runs
+    python scripts/bench_generation.py --case batch --dtypes bfloat16 --rounds 1      # 16 requests at once
 
 llama.cpp is that of `pip install llama-cpp-python`, which compiles it; without it the other two are measured. All three
 read the same weights: transformers writes random ones, and the bridge converts them to GGUF. Before anything is timed,
@@ -13,6 +14,11 @@ figure is the median over the rounds; *of llama.cpp* and *of transformers* are m
 *generate* is the whole of a greedy `generate` from a prompt of 16 tokens. *read* is the share of the speed at which
 torch reads memory, counting every weight but the embedding once a token; *GEMM* is the share of the rate of a large
 `torch.mm`, counting the products of the layers. Both are measured in the same rounds.
+
+The other cases, one a run: *batch*, 16 requests of mixed lengths by our engine, transformers' continuous batching and
+llama.cpp's batches; *prefix*, requests with the same first 1,024 tokens, with and without reuse; *server*, the engine
+and `easytorch serve`; *long*, decoding after 8,192 and 32,768 tokens, by 4 layers; *first-token*, `easytorch generate`
+until its first token, and what it cannot do without: loading, and one forward of the prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 from bench.report import device_name, put_section
+from generation.cases import CASES, CONTEXTS, LONG_LAYERS, Setting
 from generation.report import Figures
+from generation.requests import AFTER_CONTEXT, mixed
 from generation.worker import PROMPT
 
 from easytorch import bridge
@@ -61,7 +69,7 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         self._name = f"{program} {dtype}"
         self._process = subprocess.Popen(
-            [*command, str(max(options.prefill, PROMPT + options.tokens))],
+            [*command, str(options.positions), *["small"] * options.quick],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -139,9 +147,58 @@ def measure(workers: dict[str, Worker], dtype: str, options: argparse.Namespace)
     return found
 
 
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A word for each token, so that what is generated has a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocabulary)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder)
+
+
+def run_case(options: argparse.Namespace, folder: Path, versions: dict[str, str]) -> None:
+    """One of `CASES`, with a model and files of its own."""
+    sizes = QUICK if options.quick else SIZES
+    if options.case == "long":
+        sizes = sizes | {"num_hidden_layers": min(LONG_LAYERS, sizes["num_hidden_layers"])}
+    write_checkpoint(folder / "model", sizes, options.positions)
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+
+    def gguf(dtype: str) -> Path:
+        file = folder / f"{DTYPES[dtype]}.gguf"
+        if not file.exists():
+            bridge.convert(folder / "model", file, to="gguf", dtype=DTYPES[dtype])
+        return file
+
+    if "llama.cpp" in options.programs:  # before there is a tokenizer, which GGUF would hold
+        for dtype in options.dtypes:
+            gguf(dtype)
+    write_tokenizer(folder / "model", sizes["vocab_size"])
+    print(
+        f"{device_name(torch.device('cpu'))}, {options.threads} threads, load {load} before, medians of "
+        f"{options.rounds} rounds. {', '.join(f'{name} {number}' for name, number in versions.items())}.\n"
+    )
+    for dtype in options.dtypes:
+        start = lambda program, model, dtype=dtype: Worker(program, model, dtype, options)  # noqa: E731
+        setting = Setting(options, dtype, folder / "model", start, lambda dtype=dtype: gguf(dtype))
+        for found in CASES[options.case](setting):
+            print(found.markdown(), flush=True)
+
+
+def positions_of(options: argparse.Namespace) -> int:
+    """How many a model must have."""
+    if options.case == "long":
+        return (256 if options.quick else max(CONTEXTS)) + 2 * AFTER_CONTEXT
+    if options.case is not None:
+        return max(2048, *(len(one.prompt) + one.new for one in mixed(options.requests, small=False)))
+    return max(options.prefill, PROMPT + options.tokens)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     programs = ("easytorch", "transformers", "llama.cpp")
+    parser.add_argument("--case", choices=list(CASES), help="one of the others, in place of the table")
+    parser.add_argument("--requests", type=int, default=16, help="of the cases batch, prefix and server")
     parser.add_argument("--programs", nargs="+", choices=programs, default=list(programs))
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "float32"])
     parser.add_argument("--llama-formats", nargs="*", choices=["q8_0"], default=[], help="of llama.cpp, beside")
@@ -153,7 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, between a page's marks")
     options = parser.parse_args()
-    for name in ("tokens", "prefill", "rounds", "threads"):
+    for name in ("tokens", "prefill", "rounds", "threads", "requests"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.quick:
@@ -163,6 +220,7 @@ def arguments() -> argparse.Namespace:
         options.programs.remove("llama.cpp")
     if not options.programs:
         parser.error("there is no program to measure")
+    options.positions = positions_of(options)
     return options
 
 
@@ -172,8 +230,10 @@ def main() -> None:
     versions = {name: version(name) for name in dict.fromkeys(["torch", *(packages[p] for p in options.programs)])}
     with tempfile.TemporaryDirectory(prefix="bench_generation") as temporary:
         folder = Path(temporary)
-        positions = max(options.prefill, PROMPT + options.tokens)
-        weights = write_checkpoint(folder / "model", QUICK if options.quick else SIZES, positions)
+        if options.case is not None:
+            run_case(options, folder, versions)
+            return
+        weights = write_checkpoint(folder / "model", QUICK if options.quick else SIZES, options.positions)
         device = device_name(torch.device("cpu"))
         figures = Figures(device, options.threads, options.tokens, options.prefill, weights, versions, os.getloadavg())
         for dtype in options.dtypes:

@@ -63,3 +63,28 @@ def test_a_count_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit):
         bench_generation.arguments()
     assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_case_of_many_requests() -> None:
+    done = run("--case", "batch", "--requests", "3", "--dtypes", "float32", "--programs", "easytorch", "transformers")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "3 requests, float32: " in done.stdout
+    for program in ("engine", "continuous batching"):
+        assert f"| {program} | " in done.stdout
+
+
+def test_cases_compare_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from generation.cases import Found, in_turns
+    from generation.requests import WORK
+
+    order: list[str] = []
+    asks = {name: lambda name=name: order.append(name) or 1.0 for name in "ab"}
+    assert in_turns(asks, 2, "x") == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert order == ["b", "a", "a", "b"]
+    table = Found("what", {"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 8.0]}, 10).markdown()
+    assert "| a | 2.00 | 5.0 |  |" in table and "| b | 3.00 | 3.3 | 2.00 |" in table
+    mixed, shared = (WORK[name](16, small=False) for name in ("batch", "prefix"))
+    assert mixed == WORK["server"](16, small=False), "the same work for the engine and the server"
+    assert all(32 <= len(one.prompt) <= 512 and 64 <= one.new <= 256 for one in mixed)
+    assert len({tuple(one.prompt[:1024]) for one in shared}) == 1 and len({tuple(one.prompt) for one in shared}) == 16
