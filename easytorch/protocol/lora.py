@@ -69,9 +69,9 @@ def apply_lora_to_layers(
     """Puts an adapter into linear layers of `model`, which is returned; every other parameter is frozen.
 
     lora_rank: the inner size, from 1 to the smaller side of every matrix. lora_pattern: a regular expression that is
-    searched for in the names of linear layers; all of them but the head, and those that PEFT refuses in Mamba, where it
-    is None. rngs: a seed, or a generator one is drawn from. alpha: what the adapter adds counts alpha / rank times; the
-    rank by default, so once.
+    searched for in the names of linear layers; all of them but the head, and those that PEFT refuses in Mamba or takes
+    for experts, where it is None. rngs: a seed, or a generator one is drawn from. alpha: what the adapter adds counts
+    alpha / rank times; the rank by default, so once.
     rslora: by alpha / sqrt(rank) instead (arXiv:2312.03732). dora: magnitudes are trained apart (arXiv:2402.09353).
     init: PEFT's `init_lora_weights`; of those that change the weights ("pissa", "olora") the weights are kept, to be
     restored when the adapter is dropped. A second adapter takes another `adapter_name`; the new one is active.
@@ -113,6 +113,7 @@ def apply_lora_to_layers(
                 drawn = torch.randint(2**63 - 1, (), generator=rngs) if isinstance(rngs, torch.Generator) else rngs
                 torch.manual_seed(int(drawn))
             model.add_adapter(config, adapter_name)
+        _check_put(model, layers, adapter_name)
         done = True
     finally:
         # PEFT checks some settings when it makes the layers, one after the other.
@@ -208,7 +209,12 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         if isinstance(plain, nn.Linear | Conv1D) and plain is not head and not inside:
             found[name] = plain
     if pattern is None:
-        return {name: layer for name, layer in found.items() if not _beside_kernels(model, name)}
+        experts = _taken_for_experts(model)
+        return {
+            name: layer
+            for name, layer in found.items()
+            if name.rpartition(".")[2] not in experts and not _beside_kernels(model, name)
+        }
     try:
         wanted = {name: layer for name, layer in found.items() if re.search(pattern, name)}
     except re.error as error:
@@ -222,6 +228,24 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
 def _beside_kernels(model: PreTrainedModel, name: str) -> bool:
     """Whether PEFT refuses an adapter there: Mamba's fused kernels read the weight of `out_proj` themselves."""
     return model.config.model_type in _MAMBA and name.rpartition(".")[2] == "out_proj"
+
+
+def _taken_for_experts(model: PreTrainedModel) -> set[str]:
+    """The endings of names under which PEFT adapts the fused matrices of experts, whatever else is called so: the
+    experts' projections of transformers 4."""
+    tables: Any = require_peft().utils.transformers_weight_conversion
+    family = getattr(tables, "_MODEL_TO_CONVERSION_PATTERN", {}).get(model.config.model_type)
+    return set(getattr(tables, "_MOE_TARGET_MODULE_MAPPING", {}).get(family, ()))
+
+
+def _check_put(model: PreTrainedModel, layers: Mapping[str, Any], adapter_name: str) -> None:
+    """`ValueError` where PEFT put an adapter into other layers than it was told."""
+    put = {name for name, layer in wrapped_layers(model).items() if adapter_name in getattr(layer, "lora_A", ())}
+    if wrong := sorted(set(layers) ^ put):
+        raise ValueError(
+            f"PEFT takes {', '.join(sorted(_taken_for_experts(model)))} of {model.config.model_type} for its experts, "
+            f"whose matrices are fused, and cannot adapt {wrong[0]}: choose a lora_pattern without these names"
+        )
 
 
 def _targets(model: PreTrainedModel, layers: Mapping[str, nn.Linear | Conv1D]) -> list[str] | str:

@@ -14,6 +14,7 @@ import easytorch
 from easytorch import protocol
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import CheckpointError
+from easytorch.protocol import flax_adapters
 
 pytest.importorskip("peft")
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -200,3 +201,36 @@ def test_an_adapter_that_is_given_twice_is_refused() -> None:
     twice = tree | {key.replace("/lora_", "/kernel_lora_"): one for key, one in tree.items()}
     with pytest.raises(CheckpointError, match="q_proj': is given twice"):
         protocol.lora_from_flax(plain("llama"), nested(twice))
+
+
+def test_a_layer_without_a_kernel_is_refused() -> None:
+    """BERT's decoder is the embedding."""
+    with pytest.raises(ValueError, match=r"cls.predictions.decoder has no kernel of its own in flax"):
+        protocol.lora_to_flax(adapted("bert", "predictions.decoder|query"))
+
+
+def test_layers_in_one_kernel_need_the_same_a() -> None:
+    outputs, sources = np.array([[0, 1, 0, 1]]), np.array([[0, 0, 1, 1]])
+    place = flax_adapters._Place(
+        "qk/kernel", ("q", "k"), ((2, 3), (2, 3)), None, np.arange(3), outputs, sources, np.ones((1, 4)), (3,), (4,)
+    )
+    a, b = np.random.default_rng(0).normal(size=(2, RANK, 3)), np.arange(2.0 * 2 * RANK).reshape(2, 2, RANK)
+    both = {"q": {"lora_A": a[0], "lora_B": b[0]}, "k": {"lora_A": a[0], "lora_B": b[1]}}
+    down, up = flax_adapters._written(place, both, 2.0, flat=True)
+    assert np.array_equal(down, a[0].T) and np.array_equal(up, 2 * np.concatenate(list(b)).T)
+    for layers in ({"q": both["q"]}, {**both, "k": {"lora_A": a[1], "lora_B": b[1]}}):
+        with pytest.raises(ValueError, match="qk/kernel holds q, k, whose adapters have no lora_A in common"):
+            flax_adapters._written(place, layers, 2.0, flat=True)
+
+
+def test_the_adapter_that_is_named_or_active_among_two() -> None:
+    """Also leaves below `value`, as an nnx.State has them."""
+    model = adapted("llama", "q_proj")
+    tree = flat(protocol.lora_to_flax(model, scheme="easydel"))
+    state = nested({f"{key}/value": one * 2 for key, one in tree.items()})
+    protocol.lora_from_flax(model, state, adapter_name="other", alpha=2.0 * RANK)
+    for name, times in ((None, 4), ("default", 1), ("other", 4)):
+        found = flat(protocol.lora_to_flax(model, name, scheme="easydel"))
+        for key, one in found.items():
+            factor = min(times, 2) if key.endswith("lora_a") else times
+            np.testing.assert_allclose(one, tree[key] * factor, rtol=1e-6)

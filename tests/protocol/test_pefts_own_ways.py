@@ -7,10 +7,12 @@ import copy
 import peft
 import pytest
 import torch
+import transformers
 
+import easytorch
 from easytorch import protocol
 from easytorch.protocol import adapters
-from tests.protocol.shared_models import IDS, shared
+from tests.protocol.shared_models import IDS, SIZES, shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -87,3 +89,33 @@ def test_an_adapter_that_began_with_random_numbers_is_saved_by_no_file_of_its_ow
 def test_adapters_added_under_the_name_of_none():
     with pytest.raises(ValueError, match="'__base__' stands for no adapter"):
         copy.deepcopy(shared("llama")).add_adapter(peft.LoraConfig(target_modules=["q_proj"]), "__base__")
+
+
+def test_layers_that_peft_takes_for_experts_are_refused():
+    """It would adapt the routed experts in the place of the shared ones."""
+    config = transformers.Glm4MoeConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    model = easytorch.AutoModelForCausalLM.from_config(config)
+    before = [(name, one.requires_grad) for name, one in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"takes down_proj, .*gate_proj, .* of glm4_moe for its experts"):
+        model.apply_lora_to_layers(4, "shared_experts")
+    assert before == [(name, one.requires_grad) for name, one in model.named_parameters()]
+    names = set(model.apply_lora_to_layers(4).split_lora_params())
+    assert names and all(".self_attn." in name for name in names)
+
+
+def test_a_shared_expert_of_each_row():
+    """Its input may be tokens of all rows, which carry no row's adapter; here it has its rows."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen2MoeConfig(**SIZES, num_key_value_heads=2, shared_expert_intermediate_size=16, **sizes)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    for name in ("one", "two"):
+        model.apply_lora_to_layers(4, r"shared_expert\.", adapter_name=name)
+        filled(model)
+    with torch.no_grad():
+        found = model(IDS, adapter_names=["one", "two"]).logits
+        for row, name in enumerate(("one", "two")):
+            model.set_adapter(name)
+            torch.testing.assert_close(found[row], model(IDS).logits[row], rtol=0, atol=1e-6)
