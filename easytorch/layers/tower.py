@@ -56,10 +56,11 @@ class TowerMLP(PlainMLP):
 class TowerLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, D) -> (B, T, D).
 
-    attention_name, norms: what the family calls its attention and the norms before attention and MLP.
+    attention_name, mlp_name, norms: what the family calls its attention, its MLP and the norms before them.
     """
 
     attention_name: ClassVar[str] = "attention"
+    mlp_name: ClassVar[str] = "mlp"
     norms: ClassVar[tuple[str, str]]
     mlp: nn.Module
 
@@ -94,7 +95,8 @@ class TowerLayer(GradientCheckpointingLayer):
             **kwargs,
         )
         hidden_states = hidden_states + self.after_attention(attended)
-        return hidden_states + self.after_mlp(self.mlp(norms[1](hidden_states)))
+        mlp = getattr(self, self.mlp_name)
+        return hidden_states + self.after_mlp(mlp(norms[1](hidden_states)))
 
 
 def through(

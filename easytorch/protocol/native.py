@@ -71,12 +71,15 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
 
         from_flax: load flax_model.msgpack even beside torch weights; by default only where there are no others.
         strict: refuse a checkpoint that lacks a base weight, or has one the family does not know; with False
-        transformers only warns. None: unless output_loading_info is asked for, which has their names. A shape that
-        differs is refused unless `ignore_mismatched_sizes`.
+        transformers only warns. None: unless output_loading_info is asked for, which has their names, or nothing is
+        loaded. A shape that differs is refused unless `ignore_mismatched_sizes`.
         """
+        if strict is None:  # an empty state dict of no checkpoint asks for new weights
+            new = pretrained_model_name_or_path is None and kwargs.get("state_dict") == {}
+            strict = not (output_loading_info or new)
         load: Any = super().from_pretrained
         kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
-        kwargs |= {"from_flax": from_flax, "strict": not output_loading_info if strict is None else strict}
+        kwargs |= {"from_flax": from_flax, "strict": strict}
         model, info = load_pretrained(
             cls,
             pretrained_model_name_or_path,

@@ -125,6 +125,10 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
         vision |= {"model_type": "siglip_vision_model", "vision_use_head": False}
         decoder = _decoder(rng, "gemma3_text", text) | {"model_type": "gemma3_text"}
         return changes | {"vision_config": vision, "text_config": decoder, "mm_tokens_per_image": side**2}
+    if family == "mistral3":
+        vision |= {"model_type": "pixtral"}
+        decoder = _decoder(rng, "mistral", text) | {"model_type": "mistral"}
+        return changes | {"vision_config": vision, "text_config": decoder, "spatial_merge_size": 1}
     kind = rng.choice(("clip_vision_model", "siglip_vision_model"))
     vision |= {"model_type": kind} | ({"vision_use_head": False} if kind.startswith("siglip") else {})
     name = rng.choice(("llama", "qwen3", "mistral", "gemma2"))
@@ -235,6 +239,8 @@ def _images(rng: random.Random, family: str, head: str, config: Any, generator: 
         if family not in OF_GRIDS:
             shape = (len(found), vision.num_channels, vision.image_size, vision.image_size)
             inputs["pixel_values"] = torch.randn(shape, generator=generator)
+            if family == "mistral3":
+                inputs["image_sizes"] = torch.tensor([shape[2:]] * len(found))
             continue
         grid = torch.tensor(found)
         size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

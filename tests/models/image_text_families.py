@@ -8,6 +8,7 @@ import torch
 from transformers import (
     Gemma3Config,
     LlavaConfig,
+    Mistral3Config,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -45,6 +46,7 @@ _CLIP, _LLAMA = (
     _TEXT | {"model_type": "llama"},
 )
 _SIGLIP = _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_PIXTRAL = _VISION | {"model_type": "pixtral", "hidden_size": 32, "patch_size": 2}
 _GEMMA = _TEXT | {
     "head_dim": 8,
     "query_pre_attn_scalar": 12,
@@ -107,6 +109,20 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _GEMMA | {"sliding_window": 12}, "tie_word_embeddings": True},
             {"vision_config": _SIGLIP | {"patch_size": 2}},  # 6 x 6 patches, means of 2 x 2
             {"text_config": _GEMMA | {"use_bidirectional_attention": True, "attention_bias": True}},
+        ),
+    ),
+    "mistral3": Family(
+        Mistral3Config,
+        ("Mistral3Model", "Mistral3ForConditionalGeneration"),
+        {
+            "vision_config": _PIXTRAL,
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": 5, "head_dim": 8},
+            "image_token_index": IMAGE_TOKEN,
+            "tie_word_embeddings": False,
+        },
+        variants=(
+            {"vision_feature_layer": -2, "projector_hidden_act": "relu", "multimodal_projector_bias": True},
+            {"tie_word_embeddings": True, "vision_config": _PIXTRAL | {"patch_size": 4}, "spatial_merge_size": 1},
         ),
     ),
     "qwen2_vl": Family(
@@ -201,7 +217,8 @@ def images(family: str, count: int = 2, seed: int = 1) -> dict[str, torch.Tensor
     """Images of 9 tokens each, as the family takes them."""
     generator = torch.Generator().manual_seed(seed)
     if family not in OF_GRIDS:
-        return {"pixel_values": torch.randn(count, 3, 12, 12, generator=generator)}
+        given = {"pixel_values": torch.randn(count, 3, 12, 12, generator=generator)}
+        return given | ({"image_sizes": torch.tensor([[12, 12]] * count)} if family == "mistral3" else {})
     grids = torch.tensor([[1, 6, 6], [1, 2, 18]])[torch.arange(count) % 2]
     return {"pixel_values": torch.randn(36 * count, 24, generator=generator), "image_grid_thw": grids}
 
@@ -209,6 +226,8 @@ def images(family: str, count: int = 2, seed: int = 1) -> dict[str, torch.Tensor
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:
     """The first row of a batch of one image a row."""
     rows = {name: one[:1] for name, one in inputs.items()}
+    if "image_sizes" in inputs:
+        rows["image_sizes"] = inputs["image_sizes"][:1]
     if "image_grid_thw" in inputs:
         rows["pixel_values"] = inputs["pixel_values"][: inputs["image_grid_thw"][0].prod()]
     return rows

@@ -197,7 +197,7 @@ def test_images_by_their_features_and_by_embeddings(family, make_pair) -> None:
     ours, theirs = models(make_pair, family)
     inputs = inputs_of(family)
     pixels = inputs.pop("pixel_values")
-    grids = {name: inputs[name] for name in ("image_grid_thw",) if name in inputs}
+    grids = {name: inputs[name] for name in ("image_grid_thw", "image_sizes") if name in inputs}
     with torch.no_grad():
         features = [
             model.get_image_features(pixel_values=pixels, **grids, return_dict=True) for model in (ours, theirs)

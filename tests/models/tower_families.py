@@ -74,6 +74,13 @@ TOWER_FAMILIES = {
             {"num_register_tokens": 0, "mlp_bias": False, "query_bias": False, "return_class_token": True},
         ),
     ),
+    "pixtral": _tower(
+        "PixtralVision",
+        "PixtralVisionModel",
+        sizes=_VISION,
+        dropouts=("attention_dropout",),
+        variants=({"hidden_act": "silu", "patch_size": 3},),
+    ),
     "clip_text_model": _tower(
         "CLIPText",
         "CLIPTextModel",
