@@ -17,11 +17,13 @@ DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
+CHECKPOINT_FORMATS = ("auto", "full", "sharded")
 MESH_AXES = (*DATA, "tp")
 
 # Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
+    "checkpoint_format", "async_checkpoint",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -79,6 +81,9 @@ class TrainingConfig:
     eval_fraction: share of the blocks held out, evaluated every `eval_every` steps and at the end.
     log_every: steps between log lines where the output is not a terminal.
     save_every: steps between checkpoints, 0 for only the last; the newest `keep_checkpoints` are kept.
+    checkpoint_format: "full" is gathered and written by the first process, as transformers does; of "sharded" each
+        process writes its own part; "auto" is sharded where the mesh shards the weights. Any mesh resumes both.
+    async_checkpoint: a sharded checkpoint is copied to the CPU's memory and written while training goes on.
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism; one size may be -1, the rest. None means
         "dp=-1".
@@ -115,6 +120,8 @@ class TrainingConfig:
     log_every: int = 10
     save_every: int = 500
     keep_checkpoints: int = 2
+    checkpoint_format: str = "auto"
+    async_checkpoint: bool = False
     mesh: str | None = None
     on_nonfinite: str = "stop"
     resume: bool = False
@@ -158,6 +165,10 @@ class TrainingConfig:
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("on_nonfinite", self.on_nonfinite in ON_NONFINITE, f"one of {', '.join(ON_NONFINITE)}")
+        known = f"one of {', '.join(CHECKPOINT_FORMATS)}"
+        self._require("checkpoint_format", self.checkpoint_format in CHECKPOINT_FORMATS, known)
+        if self.async_checkpoint and self.checkpoint_format == "full":
+            raise ValueError(f"{flag('async_checkpoint')} requires {flag('checkpoint_format')} sharded or auto")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(

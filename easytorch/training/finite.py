@@ -44,12 +44,12 @@ def nonfinite_parameter(model: torch.nn.Module) -> str | None:
 
 def _first(kind: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     for name, tensor in tensors:
-        if (count := _nonfinite_values(tensor.detach())) > 0:
+        if (count := nonfinite_values(tensor.detach())) > 0:
             return f"{kind} {name} has {count} of {tensor.numel()} values that are not finite"
     return None
 
 
-def _nonfinite_values(tensor: torch.Tensor) -> int:
+def nonfinite_values(tensor: torch.Tensor) -> int:
     """The number of values that are NaN or infinite; of a sharded tensor over all ranks, each of which calls this."""
     if not isinstance(tensor, DTensor):
         finite = torch.isfinite(tensor)

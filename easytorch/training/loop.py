@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from easytorch.bridge.errors import CheckpointError
-from easytorch.training.checkpoint import checkpoint_path, load_state, save_checkpoint
+from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
 from easytorch.training.data import TokenBlocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.gradients import clip, total_norm
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
-from easytorch.training.optim import full_state, learning_rate, load_optimizer, make_optimizer, without_moments
+from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer
 from easytorch.training.parallel import ParallelModel, in_parallel
 from easytorch.training.plot import plot_loss
 from easytorch.training.prepare import (
@@ -33,6 +33,8 @@ from easytorch.training.prepare import (
 )
 from easytorch.training.processes import Processes, find_device, joined
 from easytorch.training.report import ProgressReport
+from easytorch.training.saving import CheckpointSaver
+from easytorch.training.sharded import restore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -77,8 +79,11 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         check_model(model, blocks, config)
     parallel = in_parallel(model, blocks, processes, config)
     with processes.together():
-        optimizer, step = _make_optimizer(model, config, checkpoint)
-    return _Run(config, processes, tokenizer, blocks, parallel, optimizer, step, checkpoint, settings).run()
+        optimizer, state = _make_optimizer(model, config, checkpoint)
+    if checkpoint is not None and "optimizer_steps" in state:
+        restore(checkpoint, state, model, optimizer, processes)
+    saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
+    return _Run(config, processes, tokenizer, blocks, parallel, optimizer, state["step"], saver).run()
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:
@@ -97,19 +102,21 @@ def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None
 
 def _make_optimizer(
     model: PreTrainedModel, config: TrainingConfig, checkpoint: Path | None
-) -> tuple[torch.optim.AdamW, int]:
-    """The optimizer, and how many of its steps the checkpoint has done."""
+) -> tuple[torch.optim.AdamW, dict[str, Any]]:
+    """The optimizer, with the moments of a full checkpoint, and the progress that the checkpoint states."""
     optimizer = make_optimizer(model, config)
     if checkpoint is None:
-        return optimizer, 0
+        return optimizer, {"step": 0}
     state = load_state(checkpoint)
+    if "optimizer" not in state:
+        return optimizer, state
     try:
         load_optimizer(optimizer, state["optimizer"], state.get("without_moments", ()))
     except ValueError as error:
         raise CheckpointError(
             f"cannot be resumed from: {error}; move it away to resume from the checkpoint before it", file=checkpoint
         ) from error
-    return optimizer, state["step"]
+    return optimizer, state
 
 
 class _Run:
@@ -124,14 +131,13 @@ class _Run:
         parallel: ParallelModel,
         optimizer: torch.optim.AdamW,
         step: int,
-        checkpoint: Path | None,
-        settings: dict[str, Any],
+        saver: CheckpointSaver,
     ) -> None:
-        self.config, self.processes, self.tokenizer, self.blocks, self.model, self.settings = (
-            config, processes, tokenizer, blocks, parallel.model, settings,
+        self.config, self.processes, self.tokenizer, self.blocks, self.model = (
+            config, processes, tokenizer, blocks, parallel.model,
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
-        self.optimizer, self.step, self.checkpoint = optimizer, step, checkpoint
+        self.optimizer, self.step, self.saver = optimizer, step, saver
         self.parallel = parallel
         self.report: ProgressReport | None = None
         self.skipped = self.skipped_in_a_row = 0
@@ -141,6 +147,7 @@ class _Run:
         with ExitStack() as stack:
             stop = stack.enter_context(StopOnSignal())
             stack.enter_context(self.processes.one_failure(stop))
+            stack.callback(self.saver.close)
             if self.processes.first:
                 self.report = stack.enter_context(
                     ProgressReport(Path(config.output), self.step, config.steps, config.log_every)
@@ -154,14 +161,15 @@ class _Run:
                 interrupted = not last and self.processes.sum(float(stop.asked))[0] > 0
                 if last or interrupted or (config.save_every and self.step % config.save_every == 0):
                     self._save()
+            self.saver.wait() if interrupted else self.saver.finish()
             if self.skipped and self.report is not None:
                 self.report.say(f"{self.skipped} step(s) were skipped: their loss or gradient was not finite")
             if interrupted and self.report is not None:
-                self.report.say(f"stopped after step {self.step}; {self.checkpoint} can be resumed")
-        assert self.checkpoint is not None
+                self.report.say(f"stopped after step {self.step}; {self.saver.newest} can be resumed")
+        assert self.saver.newest is not None
         if self.processes.first:
             _draw(Path(config.output))
-        return TrainingResult(self.checkpoint, self.step, interrupted, self.skipped)
+        return TrainingResult(self.saver.newest, self.step, interrupted, self.skipped)
 
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` blocks, of which this process computes its contiguous share."""
@@ -225,8 +233,8 @@ class _Run:
     def _fail(self, step: int, found: str) -> NoReturn:
         """End the run in every process: the first says why."""
         kept = "no checkpoint has been written (--save-every)"
-        if self.checkpoint is not None:
-            kept = f"{self.checkpoint} is the last good checkpoint (--resume)"
+        if self.saver.newest is not None:
+            kept = f"{self.saver.newest} is the last good checkpoint (--resume)"
         advice = (
             f"{kept}; try a lower --learning-rate, more --warmup-steps or a --grad-clip"
             + ("" if self.config.on_nonfinite == "skip" else ", or --on-nonfinite skip")
@@ -277,16 +285,7 @@ class _Run:
             found = self._nonfinite_next()
         if found is not None:
             self._fail(self.step, f"{found}, with the weights after this step")
-        model, optimizer = self.parallel.to_save(), full_state(self.optimizer)
-        with self.processes.together():
-            self.checkpoint = checkpoint_path(Path(self.config.output), self.step)
-            if self.processes.first:
-                state = {
-                    "optimizer": optimizer,
-                    "without_moments": without_moments(self.optimizer),
-                    "settings": self.settings,
-                }
-                save_checkpoint(self.checkpoint, self.step, model, self.tokenizer, state, self.config.keep_checkpoints)
+        self.saver.save(self.step, self.optimizer)
 
     def _nonfinite_next(self) -> str | None:
         """The first non-finite value in a forward and backward of one block per process, without dropout, if any."""
@@ -320,7 +319,7 @@ class _Run:
         )
         if self.step >= config.steps:
             self.report.say(
-                f"{self.checkpoint} is at step {self.step}, and --steps is {config.steps}: nothing is left to train; "
+                f"{self.saver.newest} is at step {self.step}, and --steps is {config.steps}: nothing is left to train; "
                 f"to go on, give more --steps and --change steps"
             )
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from easytorch.training.config import TrainingConfig
+from easytorch.training.finite import nonfinite_values
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
@@ -52,6 +53,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
     """The moments of `state`; decay and betas stay those of `optimizer`, which a resumed run may have changed.
 
     absent: `without_moments` of the optimizer that was saved.
+    Moments that are sharded already are taken as they are; each process calls this then.
     `ValueError` for the state of other parameters, which torch would load and then read past the end of the moments.
     """
     if not isinstance(absent, list | tuple) or not all(type(number) is int for number in absent):
@@ -75,7 +77,13 @@ def _sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[in
 
 
 def _shard_like(value: Any, parameter: DTensor | None) -> Any:
-    if parameter is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.ndim:
+    if (
+        parameter is None
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != parameter.shape
+        or not value.ndim
+    ):
         return value
     value = value.to(parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -101,7 +109,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
             moment = own.get(name)
             if not isinstance(moment, torch.Tensor) or moment.shape != shape:
                 raise ValueError(f"its {name} of parameter {number} does not have the shape {tuple(shape)}")
-            if not torch.isfinite(moment).all():
+            if nonfinite_values(moment):
                 raise ValueError(f"its {name} of parameter {number} has values that are not finite")
 
 

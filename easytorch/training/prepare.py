@@ -12,7 +12,7 @@ import torch
 import easytorch
 from easytorch.auto.tokenizer import load_tokenizer
 from easytorch.training import architecture, memory
-from easytorch.training.checkpoint import latest_checkpoint, load_state
+from easytorch.training.checkpoint import PROGRESS, latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks, read_texts, split_blocks, tokenize
 from easytorch.training.disk import named_os_errors
@@ -107,13 +107,20 @@ def make_model(
     config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, device: torch.device
 ) -> PreTrainedModel:
     """The model on `device` in float32: the same parameters in every process."""
+    from transformers import AutoConfig, GenerationConfig
+
     auto = easytorch.AutoModelForCausalLM
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if config.attn_implementation is not None:
         chosen["attn_implementation"] = config.attn_implementation
     torch.manual_seed(config.seed)
-    if checkpoint is not None or isinstance(config.model, str):
-        model: torch.nn.Module = auto.from_pretrained(str(checkpoint or config.model), **chosen)
+    if checkpoint is not None and (checkpoint / PROGRESS).is_file():
+        # its weights are read once the model is sharded
+        model: torch.nn.Module = auto.from_config(AutoConfig.from_pretrained(checkpoint), **chosen)
+        if (checkpoint / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint)  # type: ignore[assignment]
+    elif checkpoint is not None or isinstance(config.model, str):
+        model = auto.from_pretrained(str(checkpoint or config.model), **chosen)
     else:
         fitted = architecture.with_tokenizer(config, tokenizer)
         try:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Processes:
     device: torch.device
     failed: bool = field(default=False, init=False)
     mesh: Any = field(default=None, init=False)  # the DeviceMesh that `in_parallel` made of them
+    _cpu_group: Any = field(default=None, init=False)
 
     @property
     def first(self) -> bool:
@@ -47,6 +49,20 @@ class Processes:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
+
+    def cpu_group(self) -> Any:
+        """A group of all processes with a CPU backend for checkpoints, which threads may use beside the training's
+        own; None for one process. Each process calls this."""
+        if self.world > 1 and self._cpu_group is None:
+            self._cpu_group = dist.new_group(backend="gloo")
+        return self._cpu_group
+
+    def from_first(self, path: Path) -> Path:
+        """The path that the first process gives."""
+        found = [str(path)]
+        if self.world > 1:
+            dist.broadcast_object_list(found, src=0, group=self.cpu_group())
+        return Path(found[0])
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each value summed over the processes; the same floats in every one."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import easytorch
 from easytorch.training import TrainingConfig, train
 from easytorch.training.checkpoint import load_state
 from easytorch.training.gradients import clip, total_norm
@@ -45,8 +46,10 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
         name: dataclasses.replace(alone[kind], output=str(tmp_path / name), mesh=mesh)
         for name, (kind, mesh) in meshes.items()
     }
+    runs["a"] = dataclasses.replace(runs["a"], checkpoint_format="full")
+    runs["b"] = dataclasses.replace(runs["b"], async_checkpoint=True)
     # stopped after two steps on one mesh, and gone on with on another
-    again = dataclasses.replace(runs["a"], output=str(tmp_path / "again"), steps=2, mesh="dp=2,fsdp=2")
+    again = dataclasses.replace(runs["b"], output=str(tmp_path / "again"), steps=2, mesh="dp=2,fsdp=2")
     further = dataclasses.replace(again, steps=4, mesh="tp=2,dp=-1", resume=True, change=("steps", "mesh"))
     written = []
     for number, config in enumerate((*runs.values(), again, further)):
@@ -70,6 +73,11 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     train(short)
     train(dataclasses.replace(short, steps=4, resume=True, change=("steps",)))
     same_curves(further, short)
+    # from shards of four processes to one, which has read the weights and moments of all
+    last = dataclasses.replace(further, steps=5, mesh=None, change=("steps", "mesh", "processes"))
+    train(last)
+    train(dataclasses.replace(short, steps=5, resume=True, change=("steps",)))
+    same_curves(last, short)
 
 
 def same_curves(config: TrainingConfig, expected: TrainingConfig) -> None:
@@ -82,6 +90,14 @@ def same_curves(config: TrainingConfig, expected: TrainingConfig) -> None:
 def same_checkpoints(config: TrainingConfig, expected: TrainingConfig) -> None:
     """Files, names, shapes and settings as one process writes them, moments too; values to rounding."""
     last, wanted = (Path(one.output) / "checkpoint-4" for one in (config, expected))
+    if config.checkpoint_format == "auto":
+        assert [path.name for path in sorted(last.glob("*.safetensors"))] == [
+            f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, 5)
+        ]
+        weights = easytorch.AutoModelForCausalLM.from_pretrained(Path(config.output) / "model").state_dict()
+        for name, tensor in easytorch.AutoModelForCausalLM.from_pretrained(wanted).state_dict().items():
+            assert float((weights[name] - tensor).norm() / tensor.norm()) < 1e-3, (config.mesh, name)
+        return
     assert {path.name for path in last.iterdir()} == {path.name for path in wanted.iterdir()}
     assert (last / "config.json").read_text() == (wanted / "config.json").read_text()
     weights = [load_file(folder / "model.safetensors") for folder in (last, wanted)]
