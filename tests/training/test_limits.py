@@ -73,10 +73,11 @@ def test_a_run_without_any_default_does_what_its_settings_say(settings, capsys):
         micro_batch_size=4, steps=7, eval_every=3, log_every=2, save_every=2, keep_checkpoints=3, warmup_steps=1,
         learning_rate=3e-3, min_learning_rate=1e-3, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, seed=11,
         eval_fraction=0.1, attn_implementation="sdpa", mesh="dp=1", on_nonfinite="skip",
+            checkpoint_format="full",
     )  # fmt: skip
     defaults = TrainingConfig(text=("a",), output="b")
     same = [name for name in vars(config) if getattr(config, name) == getattr(defaults, name)]
-    assert same == ["schedule", "decay_steps", "dtype", "resume", "change"]
+    assert same == ["schedule", "decay_steps", "dtype", "async_checkpoint", "resume", "change"]
     result = train(config)
     assert (result.steps, result.interrupted, result.skipped) == (7, False, 0)
     assert sorted(path.name for path in Path(config.output).glob("checkpoint-*")) == [
