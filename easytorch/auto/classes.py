@@ -25,6 +25,7 @@ from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, check_config, inf
 from easytorch.protocol.gguf_loading import gguf_config
 from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
+from easytorch.protocol.mesh_loading import class_over_mesh, save_foreign
 from easytorch.protocol.native import NativeModel
 from easytorch.protocol.native_classes import native_class
 from easytorch.protocol.quantization_config import settings_of_name
@@ -114,7 +115,10 @@ class EasyTorchAuto(_Base):
         Further arguments: `from_flax` loads flax_model.msgpack or another tree of arrays, which is also the default
         where there are no torch weights; with `strict=False`, and by default where `output_loading_info` names them,
         missing and unexpected weights are only warned about.
+        mesh, partition_rules: those of `shard_model`; each rank of the mesh calls this, and reads its own part alone.
         """
+        mesh, rules = kwargs.pop("mesh", None), kwargs.pop("partition_rules", None)
+        over_mesh = mesh is not None or rules is not None
         path = pretrained_model_name_or_path
         settings_of_name(kwargs)
         config = _peek(path, kwargs)
@@ -122,6 +126,10 @@ class EasyTorchAuto(_Base):
             return _load_theirs(cls, _REMOTE, path, *model_args, **kwargs)
         model_class = _model_class(cls, config)
         reason = model_class.refusal(config, kwargs) if issubclass(model_class, NativeModel) else None
+        if over_mesh and reason is None:
+            model_class = class_over_mesh(model_class, mesh, rules, kwargs)
+        elif over_mesh:
+            raise ValueError(f"mesh: {reason}; load the model without a mesh, and call shard_model")
         if reason is not None:
             return _load_theirs(cls, reason, path, *model_args, **kwargs)
         config, choice = _choose_attention(model_class, config, kwargs)
@@ -131,19 +139,25 @@ class EasyTorchAuto(_Base):
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.get("strict") is None:
             kwargs["strict"] = not wants_info
+        load = cls._load
+        if over_mesh:
+            # a mesh cannot go through transformers' auto classes, which copy their arguments
+            wanted, load = ModuleWishes(), model_class.from_pretrained
         if issubclass(model_class, NativeModel):
-            model, info = cls._load(path, *model_args, output_loading_info=True, **kwargs)
+            model, info = load(path, *model_args, output_loading_info=True, **kwargs)
         else:
             model, info = load_pretrained(
                 model_class,
                 path,
                 model_args,
                 kwargs,
-                from_torch=cls._load,
+                from_torch=load,
                 from_state_dict=model_class.from_pretrained,
                 check=check_loaded_foreign,
             )
         _finished(model, choice, wanted)
+        if over_mesh and not isinstance(model, NativeModel):
+            model.save_pretrained = Bound(save_foreign, model)
         return (model, info) if wants_info else model
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +23,7 @@ from easytorch.protocol import (
     lazy,
     lora,
     loss,
+    mesh_loading,
     mixed_adapters,
     quantization,
     reference_arguments,
@@ -67,9 +69,15 @@ class ModuleMixin(_Base):
         self, save_directory: Any, *args: Any, gather_fns: Any = None, float_dtype: Any = None, step: int | None = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """transformers' own; float_dtype and step: see `protocol.save_pretrained`."""
+        """transformers' own; float_dtype and step: see `protocol.save_pretrained`. A sharded model is saved by
+        a call of each rank."""
         lazy.require_memory(self, "save_pretrained")
         adapters.check_savable(self)
+        if mesh_loading.is_sharded(self) and kwargs.get("state_dict") is None:
+            kwargs |= {"gather_fns": gather_fns, "float_dtype": float_dtype, "step": step}
+            return mesh_loading.save_sharded(
+                self, functools.partial(self.save_pretrained, save_directory, *args), kwargs
+            )
         if gather_fns is None and float_dtype is None and step is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         if args:

@@ -21,6 +21,7 @@ from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
 from easytorch.protocol.loading import load_pretrained
+from easytorch.protocol.mesh_loading import class_over_mesh
 from easytorch.protocol.module import ModuleMixin
 from easytorch.protocol.native_classes import new_part
 
@@ -65,6 +66,8 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         output_loading_info: bool = False,
         from_flax: bool = False,
         strict: bool | None = None,
+        mesh: Any = None,
+        partition_rules: Any = None,
         **kwargs: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
         """As `transformers.PreTrainedModel.from_pretrained`, with Flax checkpoints, and errors where that only warns.
@@ -73,13 +76,18 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         strict: refuse a checkpoint that lacks a base weight, or has one the family does not know; with False
         transformers only warns. None: unless output_loading_info is asked for, which has their names, or nothing is
         loaded. A shape that differs is refused unless `ignore_mismatched_sizes`.
+        mesh, partition_rules: those of `shard_model`; each rank of the mesh calls this, and reads its own part alone.
         """
         if strict is None:  # an empty state dict of no checkpoint asks for new weights
             new = pretrained_model_name_or_path is None and kwargs.get("state_dict") == {}
             strict = not (output_loading_info or new)
-        load: Any = super().from_pretrained
         kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
         kwargs |= {"from_flax": from_flax, "strict": strict}
+        if mesh is not None or partition_rules is not None:
+            over_mesh = class_over_mesh(cls, mesh, partition_rules, kwargs)
+            kwargs["output_loading_info"] = output_loading_info
+            return over_mesh.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)  # type: ignore[no-any-return]
+        load: Any = super().from_pretrained
         model, info = load_pretrained(
             cls,
             pretrained_model_name_or_path,

@@ -1,0 +1,87 @@
+"""Models over a mesh: each rank reads its own part of a checkpoint, and one of them writes what all of them hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from easytorch.distributed.mesh import mesh_axis_sizes
+from easytorch.distributed.sharding import mesh_of, shard_model
+
+# Checkpoints whose weights are not read tensor by tensor into the parameters.
+_OTHERS = ("gguf_file", "quantization_config", "device_map", "distributed_config", "tp_plan", "tp_size")
+
+
+def class_over_mesh(model_class: Any, mesh: Any, partition_rules: Any, kwargs: dict[str, Any]) -> Any:
+    """`model_class`, whose instances are sharded over `mesh` when they are made, which `from_pretrained` does on the
+    meta device: transformers' loader then reads of each tensor the part of this rank's shard alone.
+
+    kwargs: of `from_pretrained`; `ValueError` for those that a mesh does not go with.
+    """
+    for name in _OTHERS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"mesh does not go with {name}: load the model without one of the two")
+    if mesh is None:
+        raise ValueError("partition_rules need a mesh: make_mesh('fsdp=-1') makes one of all ranks")
+    sizes = mesh_axis_sizes(mesh)
+    if not sizes:
+        raise ValueError("the mesh's axes have no names: easytorch.distributed.make_mesh('fsdp=-1,tp=2') gives them")
+
+    def __init__(self: Any, *args: Any, **more: Any) -> None:
+        model_class.__init__(self, *args, **more)
+        self.__class__ = model_class
+        shard_model(self, partition_rules, mesh)
+
+    return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether the model is over a mesh that transformers' own `save_pretrained` does not know of."""
+    return mesh_of(model) is not None and getattr(model.config, "distributed_config", None) is None
+
+
+def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:
+    """`save_pretrained` of a class of transformers', sharded or not."""
+    save = functools.partial(type(model).save_pretrained, model, save_directory)
+    if is_sharded(model) and kwargs.get("state_dict") is None:
+        return save_sharded(model, save, kwargs)
+    return save(**kwargs)
+
+
+def save_sharded(model: nn.Module, save: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """`save(**kwargs)` with the full weights, gathered one at a time and kept on the CPU by the mesh's first rank.
+
+    Each rank calls this; the first alone writes. Its error is raised there, and the others raise `RuntimeError`.
+    """
+    import torch.distributed as dist
+
+    mesh = mesh_of(model)
+    first = not any(mesh.get_coordinate())
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    full: dict[int, torch.Tensor] = {}
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in full:  # tied weights stay one tensor
+            gathered: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
+            full[id(value)] = gathered.detach().cpu() if first else torch.empty(0)
+        state[name] = full[id(value)]
+    result, error = None, None
+    if first:
+        try:
+            result = save(state_dict=state, **kwargs)
+        except Exception as raised:  # the other ranks wait for this one
+            error = raised
+    failed = torch.tensor(float(error is not None), device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(failed, group=mesh.get_group(axis))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("save_pretrained: the first rank could not write the model")
+    return result

@@ -1,0 +1,124 @@
+"""One of two processes: models loaded over a mesh, each rank its own bytes, saved again; prints "rank r ok"."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import core_model_loading
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+import easytorch
+from easytorch.distributed import make_mesh
+from tests.processes import leave_group
+
+IDS = torch.arange(4 * 9).view(4, 9) * 7 % 90
+
+
+class Part:
+    """safetensors' slice of a file, or a tensor, whose elements are counted as they are taken."""
+
+    taken = 0
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.dtype = getattr(source, "dtype", None)
+
+    def get_shape(self) -> list[int]:
+        return list(self.source.shape) if isinstance(self.source, torch.Tensor) else self.source.get_shape()
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        part: torch.Tensor = self.source[key]
+        Part.taken += part.nbytes
+        return part
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Count what transformers' loader takes of a checkpoint's tensors."""
+    shard, copy = DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy
+    Part.taken = 0
+    DtensorShardOperation.shard_tensor = lambda self, source, **more: shard(self, Part(source), **more)
+    core_model_loading._materialize_copy = lambda source, *more, **named: copy(Part(source), *more, **named)
+    try:
+        yield
+    finally:
+        DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy = shard, copy
+
+
+def own_bytes(model: Any) -> int:
+    """Of this rank's shards, and of what is replicated."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() * 4 for p in model.parameters())
+
+
+def check(folder: str, axes: str, auto: Any, **kwargs: Any) -> None:
+    alone = easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    mesh = make_mesh(axes)
+    case = (Path(folder).name, axes, kwargs)
+    with counting():
+        model = auto.from_pretrained(folder, mesh=mesh, **kwargs)
+    assert 0 < Part.taken <= own_bytes(model), (case, Part.taken, own_bytes(model))
+    assert own_bytes(model) < 0.6 * own_bytes(alone), case
+    for name, parameter in model.named_parameters():
+        full: Any = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(full, alone.get_parameter(name)), (case, name)
+    losses = [one(input_ids=IDS, labels=IDS, use_cache=False).loss.detach() for one in (model, alone)]
+    assert abs(float(losses[0] / losses[1]) - 1) < 1e-5, (case, losses)
+    target = Path(folder).with_name(f"saved-{Path(folder).name}-{axes}")
+    model.save_pretrained(target)
+    alone_again = Path(folder).with_name(f"alone-{Path(folder).name}-{axes}")
+    if dist.get_rank() == 0:
+        alone.save_pretrained(alone_again)
+        files = [safe_open(one / "model.safetensors", "pt") for one in (target, alone_again)]
+        assert set(files[0].keys()) == set(files[1].keys()), case
+        assert all(torch.equal(*(file.get_tensor(name) for file in files)) for name in files[0].keys()), case
+        configs = [json.loads((one / "config.json").read_text()) for one in (target, alone_again)]
+        assert configs[0] == configs[1], case
+    dist.barrier()
+
+
+def refused(message: str, function: Callable[[], object]) -> None:
+    try:
+        function()
+    except (ValueError, RuntimeError, OSError) as error:
+        assert message in str(error), f"{error} instead of {message}"
+    else:
+        raise AssertionError(f"{message}: was not refused")
+
+
+def main(folder: Path) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    ours = easytorch.AutoModelForCausalLM
+    check(str(folder / "llama"), "tp=2", ours)
+    check(str(folder / "qwen3_moe"), "fsdp=2", ours)
+    check(str(folder / "llama"), "fsdp=2", ours)
+    check(str(folder / "flax"), "fsdp=2", ours)
+    check(str(folder / "olmo"), "tp=2", ours)  # transformers' own class
+    mesh = make_mesh("tp=2")
+    llama = str(folder / "llama")
+    refused("does not go with device_map", lambda: ours.from_pretrained(llama, mesh=mesh, device_map="auto"))
+    refused("partition_rules need a mesh", lambda: ours.from_pretrained(llama, partition_rules=[("q_proj", None)]))
+    model = ours.from_pretrained(llama, mesh=mesh, partition_rules=[("q_proj", None)])
+    assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape == (32, 32)
+    # the first rank cannot write: it says so, and nobody waits for it
+    (folder / "file").touch()
+    words = "file" if dist.get_rank() == 0 else "the first rank could not write"
+    refused(words, lambda: model.save_pretrained(folder / "file" / "below"))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.barrier()
+    print(f"rank {dist.get_rank()} ok\n", end="", flush=True)
+    leave_group()
