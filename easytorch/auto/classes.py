@@ -123,11 +123,13 @@ class EasyTorchAuto(_Base):
         settings_of_name(kwargs)
         config = _peek(path, kwargs)
         if _wants_remote_code(cls, config, kwargs):
+            if over_mesh:
+                raise ValueError(f"mesh: {_REMOTE}; load the model without a mesh, and call shard_model")
             return _load_theirs(cls, _REMOTE, path, *model_args, **kwargs)
         model_class = _model_class(cls, config)
         reason = model_class.refusal(config, kwargs) if issubclass(model_class, NativeModel) else None
         if over_mesh and reason is None:
-            model_class = class_over_mesh(model_class, mesh, rules, kwargs)
+            model_class = class_over_mesh(model_class, path, mesh, rules, kwargs)
         elif over_mesh:
             raise ValueError(f"mesh: {reason}; load the model without a mesh, and call shard_model")
         if reason is not None:
@@ -139,7 +141,7 @@ class EasyTorchAuto(_Base):
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.get("strict") is None:
             kwargs["strict"] = not wants_info
-        load = cls._load
+        load: Callable[..., Any] = cls._load
         if over_mesh:
             # a mesh cannot go through transformers' auto classes, which copy their arguments
             wanted, load = ModuleWishes(), model_class.from_pretrained

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +18,17 @@ from easytorch.distributed.sharding import mesh_of, shard_model
 _OTHERS = ("gguf_file", "quantization_config", "device_map", "distributed_config", "tp_plan", "tp_size")
 
 
-def class_over_mesh(model_class: Any, mesh: Any, partition_rules: Any, kwargs: dict[str, Any]) -> Any:
+def class_over_mesh(model_class: Any, path: Any, mesh: Any, partition_rules: Any, kwargs: dict[str, Any]) -> Any:
     """`model_class`, whose instances are sharded over `mesh` when they are made, which `from_pretrained` does on the
     meta device: transformers' loader then reads of each tensor the part of this rank's shard alone.
 
-    kwargs: of `from_pretrained`; `ValueError` for those that a mesh does not go with.
+    path, kwargs: of `from_pretrained`; `ValueError` for those that a mesh does not go with.
     """
     for name in _OTHERS:
         if kwargs.get(name) is not None:
             raise ValueError(f"mesh does not go with {name}: load the model without one of the two")
+    if isinstance(path, str | os.PathLike) and (Path(path) / "adapter_config.json").is_file():
+        raise ValueError("mesh does not go with an adapter's folder: load the model over it, then its adapter")
     if mesh is None:
         raise ValueError("partition_rules need a mesh: make_mesh('fsdp=-1') makes one of all ranks")
     sizes = mesh_axis_sizes(mesh)
@@ -33,6 +37,8 @@ def class_over_mesh(model_class: Any, mesh: Any, partition_rules: Any, kwargs: d
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:
         model_class.__init__(self, *args, **more)
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise ValueError("a mesh does not go with a quantized checkpoint: load it on one device")
         self.__class__ = model_class
         shard_model(self, partition_rules, mesh)
 
@@ -61,7 +67,8 @@ def save_sharded(model: nn.Module, save: Callable[..., Any], kwargs: dict[str, A
 
     mesh = mesh_of(model)
     first = not any(mesh.get_coordinate())
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if hasattr(module, "reshard"):
             module.reshard()
     full: dict[int, torch.Tensor] = {}

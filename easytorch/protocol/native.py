@@ -84,7 +84,7 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         kwargs |= {"config": config, "ignore_mismatched_sizes": ignore_mismatched_sizes}
         kwargs |= {"from_flax": from_flax, "strict": strict}
         if mesh is not None or partition_rules is not None:
-            over_mesh = class_over_mesh(cls, mesh, partition_rules, kwargs)
+            over_mesh = class_over_mesh(cls, pretrained_model_name_or_path, mesh, partition_rules, kwargs)
             kwargs["output_loading_info"] = output_loading_info
             return over_mesh.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)  # type: ignore[no-any-return]
         load: Any = super().from_pretrained
