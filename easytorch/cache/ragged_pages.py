@@ -27,7 +27,8 @@ _LAYERS = ("full_attention", "sliding_attention")
 class RaggedPagesMetadata:
     """The pages of a pool: `num_pages` of `page_size` tokens, each with the keys and values of all layers.
 
-    layers: which of the model's layers these are.
+    layers: which of the model's layers these are. layer_sizes: (heads, key and value head_dim) of each, where they
+    differ; num_kv_heads, k_headdim and v_headdim are then the largest. index_headdim: of an indexer's keys, or 0.
     """
 
     layers: tuple[int, ...]
@@ -39,6 +40,8 @@ class RaggedPagesMetadata:
     num_pages: int
     max_model_length: int
     hbm_utilization: float
+    layer_sizes: tuple[tuple[int, int, int], ...] = ()
+    index_headdim: int = 0
 
     def __post_init__(self) -> None:
         positive(page_size=self.page_size, num_pages=self.num_pages, max_model_length=self.max_model_length)
@@ -63,9 +66,9 @@ class RaggedPagesMetadata:
 
         so that (1 - hbm_utilization) of the device stays free. Of a CPU, free is what the system can give without
         swapping, within the container's limit. `ValueError` where one row of `max_model_length` does not fit.
-        layers: those that keep keys and values, where the other layers keep something else; by default all layers of
-        the model. latents: of DeepSeek's attention, in place of keys and values, the latents and the
-        rotated keys that all heads share.
+        layers: those that keep keys and values, where the other layers keep something else; their heads may differ. By
+        default all layers of the model, whose heads may not. latents: of DeepSeek's attention, in place of keys and
+        values, the latents and the rotated keys that all heads share, and an indexer's keys where there is one.
         """
         positive(page_size=page_size, max_model_length=max_model_length)
         if isinstance(hbm_utilization, bool) or not isinstance(hbm_utilization, int | float):
@@ -73,19 +76,26 @@ class RaggedPagesMetadata:
         if not 0 < hbm_utilization <= 1:
             raise ValueError(f"hbm_utilization={hbm_utilization!r} must be above 0 and at most 1")
         settings: Any = config.get_text_config(decoder=True)
+        differ = settings.is_heterogeneous and len({sizes_of(one) for one in settings.per_layer_config}) > 1
+        layer_sizes: tuple[tuple[int, int, int], ...] = ()
+        if layers is not None and differ:
+            layer_sizes = tuple(sizes_of(settings.per_layer_config[index]) for index in layers)
         if layers is None:
             types = get_layer_types_and_kwargs(settings)[0]
             if others := sorted(set(types) - set(_LAYERS)):
                 raise ValueError(f"pages hold keys and values; {settings.model_type} has layers of {', '.join(others)}")
             layers = range(len(types))
-        if settings.is_heterogeneous and len({sizes_of(of_layer) for of_layer in settings.per_layer_config}) > 1:
+        if differ and not layer_sizes:
             raise ValueError(f"pages are of one size; {settings.model_type} has layers whose heads differ")
         heads, key_dim, value_dim = sizes_of(settings)
+        index = (getattr(settings, "index_head_dim", None) or 0) if latents else 0
         if getattr(settings, "kv_lora_rank", None) is not None and latents:
             heads, key_dim, value_dim = 1, settings.kv_lora_rank, settings.qk_rope_head_dim
         elif getattr(settings, "kv_lora_rank", None) is not None or not heads:
             raise ValueError(f"pages hold keys and values of attention; {settings.model_type} caches something else")
-        page = len(layers) * page_size * heads * (key_dim + value_dim) * dtype.itemsize
+        sizes = layer_sizes or ((heads, key_dim, value_dim),) * len(layers)
+        width = sum(count * (of_key + of_value) + index for count, of_key, of_value in sizes)
+        page = page_size * width * dtype.itemsize
         free, total = free_and_total(device)
         pages = math.floor((free - (1 - hbm_utilization) * total) / page)
         needed = -(-max_model_length // page_size)
@@ -104,12 +114,19 @@ class RaggedPagesMetadata:
             num_pages=pages,
             max_model_length=max_model_length,
             hbm_utilization=hbm_utilization,
+            layer_sizes=layer_sizes,
+            index_headdim=index,
         )
 
     @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """(heads, key and value head_dim) of each layer."""
+        return self.layer_sizes or ((self.num_kv_heads, self.k_headdim, self.v_headdim),) * len(self.layers)
+
+    @property
     def page_bytes(self) -> int:
-        widths = self.num_kv_heads * (self.k_headdim + self.v_headdim)
-        return len(self.layers) * self.page_size * widths * self.dtype.itemsize
+        width = sum(heads * (key_dim + value_dim) + self.index_headdim for heads, key_dim, value_dim in self.sizes)
+        return self.page_size * width * self.dtype.itemsize
 
     @property
     def num_hidden_layers(self) -> int:
@@ -157,6 +174,12 @@ class RaggedPagesCache(Cache):
         layer = self._of(layer_idx)
         return layer.key_pages, layer.value_pages
 
+    def index_pages(self, layer_idx: int) -> Tensor:
+        """The pages of an indexer's keys (pages, page_size, C)."""
+        pages = self._of(layer_idx).index_pages
+        assert pages is not None, "the metadata has an index_headdim"
+        return pages
+
     @property
     def batch_size(self) -> int:
         return len(self.table.rows)
@@ -165,10 +188,16 @@ class RaggedPagesCache(Cache):
     def free_pages(self) -> int:
         return len(self.table.free)
 
-    def attend_pages(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, **features: Any) -> Tensor:
-        """Appends key and value (B, K, T, D) and attends to the row's pages: query (B, H, T, D) -> (B, T, H, Dv)."""
+    def attend_pages(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, layer_idx: int, **features: Any
+    ) -> Tensor:
+        """Appends key and value (B, K, T, D) and attends to the row's pages: query (B, H, T, D) -> (B, T, H, Dv).
+
+        key and value: None to attend to what the layer has been given.
+        """
         layer = self._of(layer_idx)
-        layer.write(key, value)
+        if key is not None and value is not None:
+            layer.write(key, value)
         batch, _, length, _ = query.shape
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
         output = _ATTENTION(
@@ -241,8 +270,13 @@ class _Layer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         made, pages = cache.metadata, (cache.metadata.num_pages, cache.metadata.page_size)
         # not filled: memory is committed as pages are written
-        self.key_pages = torch.empty(*pages, made.num_kv_heads, made.k_headdim, dtype=made.dtype, device=cache.device)
-        self.value_pages = torch.empty(*pages, made.num_kv_heads, made.v_headdim, dtype=made.dtype, device=cache.device)
+        heads, *dims = made.sizes[made.layers.index(index)]
+        self.key_pages, self.value_pages = (
+            torch.empty(*pages, heads, dim, dtype=made.dtype, device=cache.device) for dim in dims
+        )
+        self.index_pages: Tensor | None = None
+        if made.index_headdim:
+            self.index_pages = torch.empty(*pages, made.index_headdim, dtype=made.dtype, device=cache.device)
         self.cache, self.index, self.length = cache, index, 0
         self.dtype, self.device, self.is_initialized = made.dtype, cache.device, True
 

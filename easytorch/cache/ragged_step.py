@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from easytorch.cache.ragged_pages import RaggedPagesCache
+from easytorch.cache.sequence_pages import SequencePages
 from easytorch.cache.state_slots import SequenceStates, StateSlots
 from easytorch.kernels.ragged_page.write import write_pages
 from easytorch.operations import OperationRegistry
@@ -32,6 +34,8 @@ class RaggedStep:
 
     Each layer writes the keys and values of all chunks to the pages before it attends to any, so a sequence may share
     pages of a common prefix that another sequence of the same call fills.
+    Where a model attends within chunks, each chunk is a sequence of its own, whose pages are a part of the sequence's;
+    page_size divides its size.
     positions (1, N): the tokens' places in their sequences. slots (N,): their places in the pool.
     states: of recurrent layers, if the model has any.
     """
@@ -42,27 +46,38 @@ class RaggedStep:
         device, size = cache.device, cache.metadata.page_size
         positions: list[int] = []
         slots: list[int] = []
-        starts = [0]
         for pages, start, end, _ in chunks:
             places = range(start, end)
             positions += places
             slots += [pages[place // size] * size + place % size for place in places]
-            starts.append(starts[-1] + end - start)
-        longest = max(len(chunk.pages) for chunk in chunks)
-        tables = [[*chunk.pages, *(0 for _ in range(longest - len(chunk.pages)))] for chunk in chunks]
         self.positions = torch.tensor([positions], device=device)
         self.slots = torch.tensor(slots, device=device)
-        self._starts = torch.tensor(starts, dtype=torch.int32, device=device)
-        self._context_lens = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device)
-        self._block_tables = torch.tensor(tables, dtype=torch.int32, device=device)
+        self._chunks = chunks
+        self._tables: dict[int | None, tuple[Tensor, Tensor, Tensor]] = {None: _tables(chunks, device)}
 
-    def attend_pages(self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, **features: Any) -> Tensor:
-        """Writes key and value (1, K, N, D) and attends to the pages: query (1, H, N, D) -> (1, N, H, Dv)."""
+    def attend_pages(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        layer_idx: int,
+        chunk_size: int | None = None,
+        **features: Any,
+    ) -> Tensor:
+        """Writes key and value (1, K, N, D) and attends to the pages: query (1, H, N, D) -> (1, N, H, Dv).
+
+        key and value: None to attend to what this step has written for the layer. chunk_size: a token sees those of its
+        chunk of so many tokens alone.
+        """
+        if chunk_size not in self._tables:
+            assert chunk_size is not None
+            parts = _within_chunks(self._chunks, chunk_size, self._cache.metadata.page_size)
+            self._tables[chunk_size] = _tables(parts, self._cache.device)
         key_pages, value_pages = self._cache.pools(layer_idx)
-        write_pages(key_pages, value_pages, key[0].transpose(0, 1), value[0].transpose(0, 1), self.slots)
+        if key is not None and value is not None:
+            write_pages(key_pages, value_pages, key[0].transpose(0, 1), value[0].transpose(0, 1), self.slots)
         output = _ATTENTION(
-            query[0].transpose(0, 1), key_pages, value_pages, self._context_lens, self._block_tables, self._starts,
-            **features,
+            query[0].transpose(0, 1), key_pages, value_pages, *self._tables[chunk_size], **features
         )  # fmt: skip
         attended: Tensor = output.attention_outputs[None]
         return attended
@@ -83,11 +98,33 @@ class RaggedStep:
         latent_pages, rope_pages = self._cache.pools(layer_idx)
         write_pages(latent_pages, rope_pages, latent[0].transpose(0, 1), key_rope[0].transpose(0, 1), self.slots)
         output = _LATENT_ATTENTION(
-            query[0], query_rope[0], (latent_pages[:, :, 0], rope_pages[:, :, 0]), self._context_lens,
-            self._block_tables, self._starts, None, up_key, up_value, **features,
+            query[0], query_rope[0], (latent_pages[:, :, 0], rope_pages[:, :, 0]), *self._tables[None], None,
+            up_key, up_value, **features,
         )  # fmt: skip
         attended: Tensor = output.attention_outputs[None]
         return attended
+
+    def map_latents(
+        self,
+        run: Callable[[Tensor, tuple[Tensor, Tensor], Tensor, SequencePages], Tensor],
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Runs a layer that chooses among a sequence's latents on each sequence, in order: one may read pages of a
+        common prefix that an earlier one fills.
+
+        run: hidden_states (1, T, D), cos and sin (1, T, R), mask (1, 1, T, S) and the sequence's pages -> (1, T, D).
+        hidden_states (1, N, D) and position_embeddings (1, N, R) -> (1, N, D).
+        """
+        outputs, place = [], 0
+        for pages, start, end, _ in self._chunks:
+            columns = slice(place, place + end - start)
+            cos, sin = position_embeddings
+            mask = torch.ones(end - start, end, dtype=torch.bool, device=hidden_states.device).tril(start)
+            own = SequencePages(self._cache, pages, end, self.slots[columns])
+            outputs.append(run(hidden_states[:, columns], (cos[:, columns], sin[:, columns]), mask[None, None], own))
+            place = columns.stop
+        return torch.cat(outputs, dim=1)
 
     def map_sequences(self, run: Callable[[Tensor, SequenceStates], Tensor], hidden_states: Tensor) -> Tensor:
         """Runs a recurrent layer on each sequence; all sequences of one token are one batch.
@@ -103,6 +140,29 @@ class RaggedStep:
             outputs[0, columns] = output
         assert outputs is not None
         return outputs
+
+
+def _tables(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`ragged_page_attention`'s context_lens (B,), block_tables (B, pages) and query_start_loc (B + 1,)."""
+    longest = max(len(chunk.pages) for chunk in chunks)
+    pages = [[*chunk.pages, *(0 for _ in range(longest - len(chunk.pages)))] for chunk in chunks]
+    ends = [chunk.end for chunk in chunks]
+    starts = [0, *itertools.accumulate(chunk.end - chunk.start for chunk in chunks)]
+    lens, tables, places = (torch.tensor(one, dtype=torch.int32, device=device) for one in (ends, pages, starts))
+    return lens, tables, places
+
+
+def _within_chunks(chunks: Sequence[Chunk], size: int, page_size: int) -> list[Chunk]:
+    """The parts of `chunks` between multiples of `size`, each a sequence that begins at one."""
+    if size % page_size:
+        raise ValueError(f"page_size={page_size} must divide the {size} tokens of the model's chunks of attention")
+    parts = []
+    for pages, start, end, slot in chunks:
+        for first in range(start // size * size, end, size):
+            last = min(end, first + size)
+            of_part = pages[first // page_size : -(-last // page_size)]
+            parts.append(Chunk(of_part, max(start - first, 0), last - first, slot))
+    return parts
 
 
 def _recurrent_batches(

@@ -179,6 +179,9 @@ class DecoderBackbone(_Base):
         self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
     ) -> torch.Tensor:
         """position_ids (B or 1, T) where none are given: the tokens come after those in the cache."""
+        if (places := getattr(past_key_values, "positions", None)) is not None:  # of a step over pages
+            found: torch.Tensor = places
+            return found
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 

@@ -13,7 +13,7 @@ from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, config_of_layer, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
-from easytorch.layers.masks import all_full, window_of
+from easytorch.layers.masks import CHUNKED, all_full, window_of
 from easytorch.layers.rotary import rotary
 from easytorch.operations.dispatch.environment import untouched
 
@@ -119,6 +119,8 @@ class GroupedAttention(FusedProjections):
         features = {"sinks" if name == "s_aux" else name: value for name, value in self.features().items()}
         if not features.keys() <= {"sinks", "sliding_window", "softcap"}:
             return None
+        if self.layer_type == CHUNKED:
+            features["chunk_size"] = self.config.attention_chunk_size
         return features | {"softmax_scale": self.scaling}
 
     def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,16 @@ def per_sequence(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         output: torch.Tensor = cache_params.map_sequences(step, hidden_states)
         return output
 
+    setattr(run, _PER_SEQUENCE, True)
     return run
+
+
+_PER_SEQUENCE = "runs_per_sequence"
+
+
+def runs_per_sequence(module: nn.Module) -> bool:
+    """Whether it is a mixer with a state, which a `RaggedStep` runs once per sequence."""
+    return getattr(type(module).forward, _PER_SEQUENCE, False)
 
 
 def recurrent_state(cache: Cache | None, layer_idx: int) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from easytorch.layers.attention import interface_of
+from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.rotary import rotary
@@ -54,11 +54,17 @@ class SharedKeysAttention(GroupedAttention):
 
     reads: bool
     gives: bool
+    source: int
 
     def set_sharing(self) -> None:
-        """Sets `reads` and `gives`."""
-        mode = self.config.kv_sharing_modes[self.layer_idx]
-        self.reads, self.gives = mode == "reuse", mode == "store"
+        """Sets `reads`, `gives`, and `source`: the layer whose keys this one attends to."""
+        modes, types = self.config.kv_sharing_modes, self.config.layer_types
+        self.reads, self.gives = (modes[self.layer_idx] == mode for mode in ("reuse", "store"))
+        self.source = self.layer_idx
+        if self.reads:
+            own = types[self.layer_idx]
+            givers = [index for index, mode in enumerate(modes) if mode == "store" and types[index] == own]
+            self.source = givers[-1]
 
     def forward(
         self,
@@ -75,19 +81,29 @@ class SharedKeysAttention(GroupedAttention):
         assert shared_kv_states is not None, "the model passes one"
         batch, length, _ = hidden_states.shape
         query, *own = self.project(hidden_states)
+        key: torch.Tensor | None = None
+        value: torch.Tensor | None = None
         if self.reads:
             if position_embeddings is not None:
                 query, _ = rotary(query, query[:, :, :1], *position_embeddings)
+        else:
+            query, rotated = self.rotate(query, own[0], position_embeddings, kwargs.get("position_ids"))
+            key, value = rotated.transpose(1, 2), own[1].transpose(1, 2)
+        query = query.transpose(1, 2)
+        pages: Any = past_key_values if attention_mask is None and hasattr(past_key_values, "attend_pages") else None
+        of_pages = None if pages is None else self.features_of_pages(attn_implementation(self.config), kwargs)
+        if of_pages is not None:
+            observed(self)
+            paged = pages.attend_pages(query, key, value, self.source, **of_pages)
+            return self.project_output(paged.reshape(batch, length, -1)), None
+        if key is None or value is None:
             key, value = shared_kv_states[self.layer_type]
         else:
-            key, value = own
-            query, key = self.rotate(query, key, position_embeddings, kwargs.get("position_ids"))
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.layer_idx)
             shared_kv_states[self.layer_type] = key, value
         attend = interface_of(attn_implementation(self.config))
         dropout = self.attention_dropout if self.training else 0.0
         features = {"scaling": self.scaling, "dropout": dropout, **self.features(), **kwargs}
-        output, weights = attend(self, query.transpose(1, 2), key, value, attention_mask, **features)
+        output, weights = attend(self, query, key, value, attention_mask, **features)
         return self.project_output(output.reshape(batch, length, -1)), weights

@@ -81,6 +81,26 @@ class SparseLatentAttention(LatentAttention):
         super().make_projections(hidden, bias)
         self.indexer = SparseIndexer(self.config)
 
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `LatentAttention`; for a step over pages (cache/ragged_step.py) sequence by sequence."""
+        if not hasattr(past_key_values, "map_latents"):
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+        def run(states: torch.Tensor, angles: Any, mask: torch.Tensor, pages: Any) -> torch.Tensor:
+            attended: torch.Tensor = super(SparseLatentAttention, self).forward(states, angles, mask, pages, **kwargs)[
+                0
+            ]
+            return attended
+
+        return past_key_values.map_latents(run, hidden_states, position_embeddings), None
+
     def narrow(
         self,
         latent: torch.Tensor,

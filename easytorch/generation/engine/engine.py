@@ -20,7 +20,13 @@ from easytorch.generation.engine.sampler import logprobs_of, sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
 from easytorch.generation.engine.structured import StructuredOutputs
-from easytorch.generation.engine.supported import cached_layers, empty_masks, max_sequence_length, refusal
+from easytorch.generation.engine.supported import (
+    cached_layers,
+    empty_masks,
+    max_sequence_length,
+    page_size_refusal,
+    refusal,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +80,8 @@ class Engine:
         if (reason := refusal(model)) is not None:
             raise ValueError(f"the engine does not support this model: {reason}")
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
+        if (reason := page_size_refusal(model, page_size)) is not None:
+            raise ValueError(reason)
         if max_model_length is not None:
             positive(max_model_length=max_model_length)
         self.model, self.tokenizer = model, tokenizer

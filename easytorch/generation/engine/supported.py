@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from easytorch.layers.config import attn_implementation
-from easytorch.layers.decoder import DecoderBackbone
-from easytorch.layers.gated_delta_net import GatedDeltaNet
+from easytorch.layers.config import attn_implementation, wants_attentions
+from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.latent_attention import LatentAttention
-from easytorch.layers.mamba2_mixer import Mamba2Mixer
-from easytorch.layers.mamba_mixer import MambaMixer
 from easytorch.layers.masks import CHUNKED
+from easytorch.layers.recurrent import runs_per_sequence
 from easytorch.layers.rotary import RotaryTables
+from easytorch.layers.shared_keys import SharedKeysAttention
+from easytorch.layers.sparse_indexer import SparseLatentAttention
 
 
 def refusal(model: Any) -> str | None:
@@ -29,14 +29,14 @@ def refusal(model: Any) -> str | None:
             f"{name} is not a native decoder, and cannot attend over pages; docs/models.md lists the native ones, and "
             "model.generate_batch is transformers' own engine"
         )
-    if CHUNKED in layers.types:
-        return f"{name} has layers of {CHUNKED}, and attention over pages has no chunks; use model.generate"
     for layer in layers.modules:
-        known = next((one for one in _STATEFUL + _ATTENTIONS if isinstance(layer, one)), None)
+        if runs_per_sequence(layer):
+            continue
+        known = next((one for one in _ATTENTIONS if isinstance(layer, one)), None)
         if known is None or type(layer).forward is not known.forward:
             return f"{name} has layers of {type(layer).__name__}, which cannot attend over pages; use model.generate"
-        if known is LatentAttention and type(layer).narrow is not known.narrow:
-            return f"{name} has sparse attention with an indexer, which cannot attend over pages; use model.generate"
+        if getattr(layer, "is_causal", True) is False:
+            return f"{name} attends to later tokens, which have not been generated; use model.generate"
     if len(layers.modules) != layers.expected:
         return f"{name} has {len(layers.modules)} attentions and states in {layers.expected} layers; use model.generate"
     if model.training:
@@ -59,20 +59,20 @@ class CachedLayers(NamedTuple):
 
     @property
     def attentions(self) -> list[int]:
-        """The indices of the layers with keys and values, or latents."""
-        return [layer.layer_idx for layer in self.modules if isinstance(layer, _ATTENTIONS)]
+        """The indices of the layers with keys and values of their own, or latents."""
+        keep = (one for one in self.modules if isinstance(one, _ATTENTIONS) and not getattr(one, "reads", False))
+        return [layer.layer_idx for layer in keep]
 
     @property
     def has_states(self) -> bool:
-        return any(isinstance(layer, _STATEFUL) for layer in self.modules)
+        return any(map(runs_per_sequence, self.modules))
 
     @property
     def has_latents(self) -> bool:
         return any(isinstance(layer, LatentAttention) for layer in self.modules)
 
 
-_ATTENTIONS = (GroupedAttention, LatentAttention)
-_STATEFUL = (GatedDeltaNet, Mamba2Mixer, MambaMixer)
+_ATTENTIONS = (SharedKeysAttention, GroupedAttention, SparseLatentAttention, LatentAttention)
 # Types of layers that do not mix tokens.
 _WITHOUT_CACHE = ("moe", "mlp")
 
@@ -81,13 +81,14 @@ def cached_layers(model: Any) -> CachedLayers | None:
     """The layers of a native decoder that have something in the cache; None for another model."""
     base = model.base_model
     backbone = backbone_of(model)
-    if backbone is None and not any(isinstance(one, _STATEFUL) for one in base.modules()):
+    if backbone is None and not any(map(runs_per_sequence, base.modules())):
         return None
     types = ["state"] * model.config.num_hidden_layers if backbone is None else list(backbone.layer_types)
     # both an attention and a state: a mapping of two masks
     both = {} if backbone is None else {one for one in types if isinstance(backbone.masks_of[one], Mapping)}
     expected = sum(0 if one in _WITHOUT_CACHE else 2 if one in both else 1 for one in types)
-    modules = [one for one in base.modules() if isinstance(getattr(one, "layer_idx", None), int)]
+    numbered = (one for one in base.modules() if isinstance(getattr(one, "layer_idx", None), int))
+    modules = [one for one in numbered if not isinstance(one, DecoderLayer)]
     return CachedLayers(modules, types, expected)
 
 
@@ -104,6 +105,8 @@ def empty_masks(model: Any) -> dict[str, None] | None:
 
 
 def _attends_to_pages(layer: Any, implementation: str) -> bool:
+    if isinstance(layer, SparseLatentAttention):  # it runs as it is, a sequence at a time
+        return implementation in ("easytorch", "sdpa") and not wants_attentions(layer.config)
     if isinstance(layer, LatentAttention):
         return layer.attends_to_pages({})
     return not isinstance(layer, GroupedAttention) or layer.features_of_pages(implementation, {}) is not None
@@ -113,6 +116,15 @@ def backbone_of(model: Any) -> DecoderBackbone | None:
     """The native decoder of a language model (in OPT an attribute of the base model), or None."""
     base = model.base_model
     return next((one for one in (base, getattr(base, "decoder", None)) if isinstance(one, DecoderBackbone)), None)
+
+
+def page_size_refusal(model: Any, page_size: int) -> str | None:
+    """The reason why pages of so many tokens do not suit `model`: chunks of attention begin with a page."""
+    layers = cached_layers(model)
+    size = model.config.get_text_config(decoder=True).attention_chunk_size if layers and CHUNKED in layers.types else 0
+    if size % page_size == 0:
+        return None
+    return f"page_size={page_size} must divide attention_chunk_size={size} of {type(model).__name__}"
 
 
 def max_sequence_length(model: Any) -> tuple[int | None, str]:

@@ -5,6 +5,7 @@ scripts/check_engine.py runs 200 of them for each family, the tests a few.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,9 +35,9 @@ class Arrival:
     finish_reason: str | None = None
 
 
-def model_of(family: str) -> Any:
-    """A small model of a family, with weights large enough that its tokens vary."""
-    config = FAMILIES[family].config()
+def model_of(family: str, **settings: Any) -> Any:
+    """A small model of a family, with weights large enough that its tokens vary. settings: of its config."""
+    config = FAMILIES[family].config(**settings)
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.3
     torch.manual_seed(0)
@@ -73,9 +74,11 @@ def small_engine(model: Any, requests: Sequence[Arrival], at_once: int, **settin
 
     Of a model without keys and values, whose requests take one page each, as it is.
     """
-    engine = Engine(model, max_memory=1 << 24, page_size=PAGE_SIZE, max_requests=at_once, **settings)
+    chunk = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None) or PAGE_SIZE
+    page_size = math.gcd(PAGE_SIZE, chunk)
+    engine = Engine(model, max_memory=1 << 24, page_size=page_size, max_requests=at_once, **settings)
     sizes = sorted((len(one.prompt) + (one.params.max_tokens or 0) for one in requests), reverse=True)
-    pages = max(-(-sizes[0] // PAGE_SIZE), sum(sizes[:at_once]) // (3 * PAGE_SIZE))
+    pages = max(-(-sizes[0] // page_size), sum(sizes[:at_once]) // (3 * page_size))
     if engine.page_bytes:
         engine._pool = engine._scheduler.pool = PagePool(pages)
     return engine
