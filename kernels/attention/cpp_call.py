@@ -32,12 +32,17 @@ def arguments(call: AttentionCall) -> tuple[Any, ...]:
     return flatten(call)
 
 
-def refusal(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
-    """None when the operators may be called with these tensors, else the reason. Asking may build the library."""
+def refusal(
+    query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any], gradients: bool = False
+) -> str | None:
+    """None when the operators may be called with these tensors, else the reason. Asking may build the library.
+
+    gradients: the operator has one.
+    """
     # `resolve` refuses what is no tensor or has another dtype
     if query.dtype == torch.float64:
         return inference.other_dtype(query.dtype)
-    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")))
+    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")), gradients)
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:

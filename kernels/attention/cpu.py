@@ -1,5 +1,5 @@
 """Attention of many queries by the operator in C++ (cpu*.cpp here): tiles of scores in float32 that stay in the caches,
-products of bfloat16 by dot products where the CPU has them. Inference only."""
+products of bfloat16 by dot products where the CPU has them; backward computes the scores again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import cpp_call
+from easytorch.kernels.attention import cpp_call, cpu_gradient
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.interop.torch_func import recording
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
@@ -22,7 +23,10 @@ def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, A
         return "it has no dropout"
     if features.get("query_segment_ids") is not None:
         return "it does not take segments: ATen skips the tiles between them"
-    return cpp_call.refusal(query, key, value, features)
+    bias = features.get("bias")
+    if isinstance(bias, Tensor) and recording(bias):
+        return "it has no gradient of a bias"
+    return cpp_call.refusal(query, key, value, features, gradients=True)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor:
@@ -43,6 +47,8 @@ def preferred(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
 def run(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, level: int) -> Tensor:
     """`attention` of a resolved call."""
+    if recording(query, key, value, call.sinks):
+        return cpu_gradient.attention(query, key, value, call, level)
     output: Tensor = torch.ops.easytorch_cpu.flash.default(
         last_dim_contiguous(query),
         last_dim_contiguous(key),

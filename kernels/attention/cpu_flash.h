@@ -12,11 +12,12 @@ struct FlashTensor {
 
 struct FlashCall {
   int32_t dtype;  // of query, key, value and output
-  int64_t length, keys, heads, kv_heads, dim, value_dim;
+  int64_t batch, length, keys, heads, kv_heads, dim, value_dim;
   FlashTensor query, key, value;
   ScoreRules rules;
   int64_t left, right;   // the band around the diagonal that ends at the last query and key
   void* output;          // (B, T, H, Dv), contiguous
+  float* logsumexp;      // (B, H, T): log(sum(exp(scores))), infinity of a query that sees nothing; or null
   // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.
   char *keys_memory, *values_memory;
 };
@@ -26,12 +27,13 @@ struct FlashSizes {
   int64_t query_rows;                     // of a task
   int64_t packed_keys, packed_values;     // of one (b, kv head)
   int64_t scratch;                        // of a task
+  int64_t pack_scratch;
 };
 
 struct FlashFunctions {
   FlashSizes (*sizes)(const FlashCall* call);
   // The keys and values of a (b, kv head) as `attend` reads them.
-  void (*pack)(const FlashCall* call, int64_t b, int64_t kv);
+  void (*pack)(const FlashCall* call, int64_t b, int64_t kv, char* scratch);
   // Queries [row, row + query_rows) of (b, h).
   void (*attend)(const FlashCall* call, int64_t b, int64_t h, int64_t row, char* scratch);
 };

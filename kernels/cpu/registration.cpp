@@ -7,6 +7,7 @@ namespace easytorch {
 void register_causal_conv1d(Library& library);
 void register_decode(Library& library);
 void register_flash(Library& library);
+void register_flash_backward(Library& library);
 void register_gated_delta_rule(Library& library);
 void register_glu(Library& library);
 void register_decoder_step(Library& library);
@@ -26,6 +27,7 @@ struct Registration {
     register_causal_conv1d(library);
     register_decode(library);
     register_flash(library);
+    register_flash_backward(library);
     register_gated_delta_rule(library);
     register_glu(library);
     register_decoder_step(library);

@@ -172,7 +172,16 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operation.choose(*half, causal=True, softcap=3.0).backend != "cpu"
     assert operation.choose(*(x[..., :63] for x in wide), causal=True).backend != "cpu"
     assert operation.choose(query.double(), key.double(), value.double(), causal=True).backend != "cpu"
-    assert operation.choose(query, key, value.clone().requires_grad_(), causal=True).backend != "cpu"
+    for few in (half, wide, (query, key, value)):
+        rows, *rest = (x[:, :128] for x in few)
+        assert operation.choose(rows.clone().requires_grad_(), *rest, causal=True).backend == "cpu"
+        assert operation.choose(rows, *rest, causal=True).backend != "cpu"
+    leaf = value.clone().requires_grad_()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # more than heads of keys: some would have no work
+    assert operation.choose(query, key, leaf, causal=True).backend != "cpu"
+    assert operation.choose(query, key, value, causal=True).backend == "cpu"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert operation.choose(query, key, leaf, causal=True).backend == "cpu"
     described = (x.to("meta") for x in (query, key, value))
     assert operation.choose_on("cpu", tuple(described), {"causal": True}).backend != "cpu"
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,212 @@
+// Products in registers of numbers that lie in units of 32 bits, and how rows are packed for them.
+#pragma once
+
+#include "../cpu/rows.h"
+
+namespace {
+
+// Rows and vectors of a product that is kept in registers.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int ROWS = 4, VECTORS = 2;
+#else
+constexpr int ROWS = 2, VECTORS = 2;
+#endif
+
+constexpr int64_t UNIT = 4, PANEL = UNIT * WIDTH;
+
+inline int64_t up_to(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// A unit holds a number of float32, or two of bfloat16 that are multiplied as a pair.
+struct UnitsFloat32 {
+  static constexpr int NUMBERS = 1;
+  typedef Floats Vector;
+  static inline Vector read(const char* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline Vector repeat(const char* p) {
+    float value;
+    memcpy(&value, p, sizeof value);
+    return broadcast(value);
+  }
+  static inline Floats dot(Vector a, Vector b, Floats total) { return multiply_add(a, b, total); }
+  static inline void write(char* p, Floats v) { store(reinterpret_cast<float*>(p), v); }
+  // A row of `count` numbers, to as many units; nothing after them is written.
+  static inline void row(char* to, const void* from, int64_t count, int32_t dtype) {
+    float* numbers = reinterpret_cast<float*>(to);
+    for (int64_t i = 0; i < count; i += WIDTH) {
+      write_some<NumbersFloat32>(numbers + i, count - i, read_vector(number_at(from, i, dtype), count - i, dtype));
+    }
+  }
+  // WIDTH units side by side: the first `count` numbers of NUMBERS rows, zeros of a row that is null.
+  static inline void side_by_side(char* to, const void* const* rows, int64_t at, int64_t count, int32_t dtype) {
+    write(to, rows[0] == nullptr ? zeros() : read_vector(number_at(rows[0], at, dtype), count, dtype));
+  }
+};
+#if defined(__AVX512BF16__)
+struct UnitsBFloat16 {
+  static constexpr int NUMBERS = 2;
+  typedef __m512i Vector;
+  static inline Vector read(const char* p) { return _mm512_loadu_si512(p); }
+  static inline Vector repeat(const char* p) {
+    int32_t value;
+    memcpy(&value, p, sizeof value);
+    return _mm512_set1_epi32(value);
+  }
+  static inline Floats dot(Vector a, Vector b, Floats total) {
+    return _mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b);
+  }
+  // VCVTNEPS2BF16 takes subnormal numbers for 0: these are weights of 0 to 1, and their gradients.
+  static inline __m256i narrow(Floats v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+  static inline void write(char* p, Floats v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+  static inline void write_pairs(char* p, Floats a, Floats b) { pairs(p, narrow(a), narrow(b)); }
+  static inline void row(char* to, const void* from, int64_t count, int32_t) {
+    memcpy(to, from, static_cast<size_t>(count) * 2);
+  }
+  static inline void side_by_side(char* to, const void* const* rows, int64_t at, int64_t count, int32_t) {
+    pairs(to, numbers(rows[0], at, count), numbers(rows[1], at, count));
+  }
+
+ private:
+  static inline void pairs(char* p, __m256i a, __m256i b) {
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16);
+    _mm512_storeu_si512(p, _mm512_or_si512(_mm512_cvtepu16_epi32(a), high));
+  }
+  static inline __m256i numbers(const void* row, int64_t at, int64_t count) {
+    if (row == nullptr) return _mm256_setzero_si256();
+    const uint16_t* p = static_cast<const uint16_t*>(row) + at;
+    if (count >= WIDTH) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    uint16_t rest[WIDTH] = {};
+    memcpy(rest, p, static_cast<size_t>(count) * 2);
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rest));
+  }
+};
+#endif
+
+template <class Units>
+constexpr int64_t units_of(int64_t numbers) { return (numbers + Units::NUMBERS - 1) / Units::NUMBERS; }
+
+// WIDTH rows of WIDTH units, transposed; rows lie `row` and `to_row` bytes apart.
+inline void transpose(const char* from, int64_t row, char* to, int64_t to_row) {
+#if defined(__AVX512F__)
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + i * row);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4 * i + k] has, in its lane l, the units 4 * l + k of the rows 4 * i to 4 * i + 3
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    const __m512i even = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88), even2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
+    const __m512i odd = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xdd), odd2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xdd);
+    _mm512_storeu_si512(to + k * to_row, _mm512_shuffle_i32x4(even, even2, 0x88));
+    _mm512_storeu_si512(to + (4 + k) * to_row, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+    _mm512_storeu_si512(to + (8 + k) * to_row, _mm512_shuffle_i32x4(even, even2, 0xdd));
+    _mm512_storeu_si512(to + (12 + k) * to_row, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+  }
+#else
+  for (int64_t i = 0; i < WIDTH; ++i) {
+    for (int64_t k = 0; k < WIDTH; ++k) memcpy(to + k * to_row + i * UNIT, from + i * row + k * UNIT, UNIT);
+  }
+#endif
+}
+
+// Rows of a matrix with a contiguous last dimension: `stride` numbers apart.
+struct RowsOf {
+  const void* data;
+  int64_t first, stride, count, numbers;
+  int32_t dtype;
+  const void* at(int64_t row) const {
+    return row < count ? number_at(data, first + row * stride, dtype) : nullptr;
+  }
+};
+
+// Rows [first, first + `rows`) as units, `row_bytes` apart; zeros up to that, and where there is no row.
+template <class Units>
+inline void pack_rows(const RowsOf& m, int64_t first, int64_t rows, char* to, int64_t row_bytes) {
+  memset(to, 0, static_cast<size_t>(rows * row_bytes));
+  for (int64_t i = 0; i < rows && first + i < m.count; ++i) {
+    Units::row(to + i * row_bytes, m.at(first + i), m.numbers, m.dtype);
+  }
+}
+
+// A panel for each WIDTH rows: WIDTH rows side by side for each unit. The bytes of a panel: up to whole vectors of units.
+template <class Units>
+constexpr int64_t panel_of_rows(int64_t numbers) { return up_to(units_of<Units>(numbers), WIDTH) * PANEL; }
+
+// `rows`, a multiple of WIDTH, as such panels; scratch: the bytes of one.
+template <class Units>
+inline void pack_panels_of_rows(const RowsOf& m, int64_t rows, char* to, char* scratch) {
+  const int64_t units = up_to(units_of<Units>(m.numbers), WIDTH), panel = units * PANEL;
+  for (int64_t i = 0; i < rows; i += WIDTH, to += panel) {
+    pack_rows<Units>(m, i, WIDTH, scratch, units * UNIT);
+    for (int64_t u = 0; u < units; u += WIDTH) transpose(scratch + u * UNIT, units * UNIT, to + u * PANEL, PANEL);
+  }
+}
+
+// Rows [first, first + `rows`) with a panel for each WIDTH numbers of them: a unit has NUMBERS rows. Panels lie `panel`
+// bytes apart.
+template <class Units>
+inline void pack_panels_of_numbers(const RowsOf& m, int64_t first, int64_t rows, char* to, int64_t panel) {
+  for (int64_t i = 0; i < rows; i += Units::NUMBERS, to += PANEL) {
+    const void* units[Units::NUMBERS];
+    for (int n = 0; n < Units::NUMBERS; ++n) units[n] = m.at(first + i + n);
+    for (int64_t d = 0; d < m.numbers; d += WIDTH) {
+      Units::side_by_side(to + d / WIDTH * panel, units, d, m.numbers - d, m.dtype);
+    }
+  }
+}
+
+// y (ROWS, N * WIDTH) = a (ROWS, units) @ b (units, N * WIDTH); plus y where `add_to` is set. b lies in N panels, `panel`
+// bytes apart, its units `b_unit` bytes apart.
+template <class Units, int N>
+inline void product(const char* a, int64_t a_row, const char* b, int64_t panel, int64_t b_unit, int64_t units, float* y,
+                    int64_t y_row, bool add_to) {
+  Floats totals[ROWS][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) totals[i][n] = add_to ? load(y + i * y_row + n * WIDTH) : zeros();
+  for (int64_t u = 0; u < units; ++u) {
+    typename Units::Vector columns[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) columns[n] = Units::read(b + n * panel + u * b_unit);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) {
+      const typename Units::Vector row = Units::repeat(a + i * a_row + u * UNIT);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) totals[i][n] = Units::dot(row, columns[n], totals[i][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(y + i * y_row + n * WIDTH, totals[i][n]);
+}
+
+// The same of `rows`, up to a multiple of ROWS, and of `panels`.
+template <class Units>
+inline void multiply_rows(const char* a, int64_t a_row, int64_t rows, const char* b, int64_t panel, int64_t b_unit,
+                          int64_t panels, int64_t units, float* y, int64_t y_row, bool add_to) {
+  for (int64_t n = 0; n < panels;) {  // the outer loop, so that a panel of b stays in L1 for all rows
+    const bool several = n + VECTORS <= panels;
+    for (int64_t i = 0; i < rows; i += ROWS) {
+      float* to = y + i * y_row + n * WIDTH;
+      if (several) {
+        product<Units, VECTORS>(a + i * a_row, a_row, b + n * panel, panel, b_unit, units, to, y_row, add_to);
+      } else {
+        product<Units, 1>(a + i * a_row, a_row, b + n * panel, panel, b_unit, units, to, y_row, add_to);
+      }
+    }
+    n += several ? VECTORS : 1;
+  }
+}
+
+}  // namespace
