@@ -10,7 +10,10 @@ from torch import nn
 from easytorch.layers.basics import activation
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.gate import gated
-from easytorch.layers.linear import linear
+from easytorch.layers.linear import eager_inference, linear, plain_weight, watched
+
+# The bytes from which glibc's malloc always maps memory anew, and the fewest tokens for which products are as fast.
+FRESH, LEAST_ROWS = 2**25, 256
 
 
 class GatedMLP(FusedProjections):
@@ -27,8 +30,30 @@ class GatedMLP(FusedProjections):
         self.lay_projections()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self._rows_at_once(x)
+        if rows is None:
+            return self._network(x)
+        parts = [self._network(part) for part in x.reshape(-1, x.shape[-1]).split(rows)]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
+
+    def _network(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.projections(x)
         return linear(self.down_proj, gated(self.act_fn, gate, up))
+
+    def _rows_at_once(self, x: torch.Tensor) -> int | None:
+        """How many tokens go through the network at once; None for all, and where a hook would be called for each part.
+
+        On a CPU in inference, memory of `FRESH` bytes and more is new from the system for every call: to fill it takes
+        as long as a sixth of the products. 1024 tokens, 4096 of 1024, float32: 0.93 of the time in halves.
+        """
+        shape = x.shape
+        bytes_of_row = 2 * self.gate_proj.out_features * x.element_size() if self.joins else 0
+        if x.numel() // max(shape[-1], 1) * bytes_of_row < FRESH or not x.is_cpu or not eager_inference():
+            return None
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        if any(plain_weight(layer) is None for layer in layers) or watched(self.act_fn):
+            return None
+        return max(LEAST_ROWS, FRESH // 2 // bytes_of_row)
 
 
 class PlainMLP(nn.Module):

@@ -19,7 +19,7 @@ class _GatedLinearUnit(OperationImpl):
 
     folder = "glu"
     unconditional = frozenset({"aten"})
-    cpp_reason = "inference: the activation and the product in one pass"
+    cpp_reason = "the activation and the product in one pass, and so are their gradients"
 
     @classmethod
     def typical_call(cls) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -36,8 +36,10 @@ class _GatedLinearUnit(OperationImpl):
         return triton_op.supports(gate, self.metadata.runtime_dtype)
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        prefers = cpu.prefers(args[0], args[1]) if len(args) > 1 else _prefers(*args, **kwargs)
-        return prefers and self.metadata.runtime_dtype is None
+        return self.metadata.runtime_dtype is None and self._prefers(*args, **kwargs)
+
+    def _prefers(self, gate: Tensor, up: Tensor) -> bool:
+        return cpu.prefers(gate, up)
 
     def run(self, kernel: Callable[..., Tensor], gate: Tensor, up: Tensor, *options: Any, **named: Any) -> Tensor:
         return kernel(self.cast(gate), self.cast(up), *options, **named)
@@ -79,8 +81,8 @@ class GeGLU(_GatedLinearUnit):
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""
-        return cpu.run(gate, up, cpu.GELU[approximate], library.BEST) if cpu.prefers(gate, up) else None
+        activation = cpu.GELU[approximate]
+        return cpu.run(gate, up, activation, library.BEST) if cpu.prefers(gate, up, activation) else None
 
-
-def _prefers(gate: Tensor, up: Tensor, *options: Any, **named: Any) -> bool:
-    return cpu.prefers(gate, up)
+    def _prefers(self, gate: Tensor, up: Tensor, approximate: str = "none") -> bool:
+        return cpu.prefers(gate, up, cpu.GELU.get(approximate, cpu.GELU["none"]))

@@ -1,37 +1,49 @@
-"""Gated linear units by the operator in C++ (cpu*.cpp here): the activation and the product in one pass. Inference
-only."""
+"""Gated linear units by the operator in C++ (cpu*.cpp here): the activation and the product in one pass, and so
+are both gradients."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import last_dim_contiguous, refusal_of_one_dtype, takes
+from easytorch.kernels.glu import native
 from easytorch.kernels.glu.native import check_tensors
+from easytorch.kernels.interop.torch_func import recording, transforming
 
 # The operator's numbers of the activations; gelu's by its `approximate`.
 SILU = 0
 GELU = {"none": 1, "tanh": 2}
 # The shortest rows that it is chosen for: its exponential rounds otherwise, and a small model keeps transformers' bits.
 SMALLEST_ROW = 256
+# The fewest numbers that it is chosen for in training. Forward and backward over ATen's, 512 rows of 4096, one thread
+# of a busy EPYC (Zen 4): silu 0.52 in float32, 0.92 in bfloat16, 0.75 in float16; gelu 0.52, 1.33 and 0.80; by tanh
+# 0.28, 0.46 and 0.36. With 2**14 numbers up to 1.3: the autograd.Function takes 20 us.
+SMALLEST_IN_TRAINING = 2**17
 
 
 def supports(gate: Tensor, up: Tensor) -> str | None:
     """None when `swiglu` and `geglu` take this call, else the reason. The first call may build the library."""
-    return refusal_of_one_dtype(gate, up)
+    return refusal_of_one_dtype(gate, up, gradients=True)
 
 
-def prefers(gate: Tensor, up: Tensor) -> bool:
+def prefers(gate: Tensor, up: Tensor, activation: int = SILU) -> bool:
     """True where `run` is faster than ATen and may be called right away: the tensors fit. It may build the library."""
     shape = gate.shape
-    return (
-        len(shape) > 0
-        and shape[-1] >= SMALLEST_ROW
-        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
-        and up.shape == shape
-        and takes(gate, up)
-    )
+    if (
+        len(shape) == 0
+        or shape[-1] < SMALLEST_ROW
+        or not processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        or up.shape != shape
+        or not takes(gate, up, gradients=True)
+    ):
+        return False
+    if not recording(gate, up):
+        return True
+    return gate.numel() >= SMALLEST_IN_TRAINING and (activation != GELU["none"] or gate.dtype is not torch.bfloat16)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -57,4 +69,46 @@ def _checked(gate: Tensor, up: Tensor, activation: int) -> Tensor:
 
 def run(gate: Tensor, up: Tensor, activation: int, level: int) -> Tensor:
     """The unit without its checks."""
+    if recording(gate, up):
+        recorded: Tensor = _Unit.apply(gate, up, activation, level)
+        return recorded
     return torch.ops.easytorch_cpu.glu.default(last_dim_contiguous(gate), last_dim_contiguous(up), activation, level)
+
+
+class _Unit(torch.autograd.Function):
+    """The unit under autograd, which keeps gate and up alone; gradients of every order, after the first the
+    definition's."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: int, level: int) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.level = activation, level
+        output: Tensor = torch.ops.easytorch_cpu.glu.default(
+            last_dim_contiguous(gate), last_dim_contiguous(up), activation, level
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() or transforming():
+            return *_by_definition(needed, grad, gate, up, ctx.activation), None, None
+        grads = torch.ops.easytorch_cpu.glu_backward.default(
+            last_dim_contiguous(grad), last_dim_contiguous(gate), last_dim_contiguous(up), ctx.activation, ctx.level
+        )
+        return *(found if need else None for found, need in zip(grads, needed, strict=True)), None, None
+
+
+def _by_definition(
+    needed: tuple[bool, ...], grad: Tensor, gate: Tensor, up: Tensor, activation: int
+) -> list[Tensor | None]:
+    """The gradients, which can be differentiated themselves."""
+    with torch.enable_grad():
+        if activation == SILU:
+            output = native.swiglu(gate, up)
+        else:
+            output = native.geglu(gate, up, "tanh" if activation == GELU["tanh"] else "none")
+        wanted = [x for x, need in zip((gate, up), needed, strict=True) if need]
+        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
+    return [next(found) if need else None for need in needed]
