@@ -18,4 +18,4 @@ export EASYTORCH_CPU_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=a
 # Python, torch and jax keep what they allocate until they end: no leaks are looked for.
 export LD_PRELOAD="$($CXX -print-file-name=libasan.so) $($CXX -print-file-name=libubsan.so) $($CXX -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-exec "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/kernels/*/test_cpu.py "$@"
+exec "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/kernels/*/test_cpu*.py "$@"

@@ -27,7 +27,7 @@ struct FlashSizes {
   int64_t query_rows;                     // of a task
   int64_t packed_keys, packed_values;     // of one (b, kv head)
   int64_t scratch;                        // of a task
-  int64_t pack_scratch;
+  int64_t pack_scratch;                   // of `pack`
 };
 
 struct FlashFunctions {

@@ -132,20 +132,21 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
                          l.value_panel_bytes(), PANEL, l.value_panels, padded / Units::NUMBERS, sums, width, true);
   }
   for (int64_t i = 0; i < count; ++i) {
-    float factor = 1.0f, total = state[i].sum;
+    float factor = 1.0f, total = state[i].sum, most = state[i].largest;
     if (c.rules.sinks != nullptr) {
       const float sink = sink_of(c.rules, h);
-      const float most = sink > state[i].largest ? sink : state[i].largest, zero = most == HIDDEN ? 0.0f : most;
+      most = sink > state[i].largest ? sink : state[i].largest;
+      const float zero = most == HIDDEN ? 0.0f : most;
       factor = expf(state[i].largest - zero);
       total = total * factor + expf(sink - zero);
     }
     if (c.logsumexp != nullptr) {
-      const float most = c.rules.sinks != nullptr && sink_of(c.rules, h) > state[i].largest ? sink_of(c.rules, h) : state[i].largest;
       c.logsumexp[(b * c.heads + h) * c.length + row + i] = total == 0.0f ? INFINITY : most + logf(total);
     }
-    factor = total == 0.0f ? 0.0f : factor / total;
+    const Floats factors = broadcast(total == 0.0f ? 0.0f : factor / total);
+    for (int64_t d = 0; d < width; d += WIDTH) store(sums + i * width + d, multiply(load(sums + i * width + d), factors));
     const int64_t number = ((b * c.length + row + i) * c.heads + h) * c.value_dim;
-    for (int64_t d = 0; d < c.value_dim; ++d) store_number(c.output, number + d, c.dtype, sums[i * width + d] * factor);
+    write_row(number_at(c.output, number, c.dtype), c.value_dim, c.dtype, sums + i * width);
   }
 }
 

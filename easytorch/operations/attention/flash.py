@@ -29,7 +29,7 @@ class FlashFeatures(AttentionFeatures, total=False):
 class FlashAttention(AttentionImpl):
     """Every feature of the contract: ATen's products on CPU, Triton on GPU, XLA on TPU, the definition elsewhere.
 
-    `attention` chooses `flash:cpu` for inference where it is faster: an operator in C++, without segments and dropout.
+    `attention` chooses `flash:cpu` where it is faster: operators in C++, without segments, dropout and a bias's gradient.
     XLA (jax) runs on the CPU too where it is forced: `backend="flash:xla"`.
     With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
     row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself only: see `varlen`.
@@ -40,7 +40,7 @@ class FlashAttention(AttentionImpl):
     functions: ClassVar = {
         "aten": "aten_op.attention", "cpu": "cpu.attention", "triton": "triton_flash.flash_attention",
     }  # fmt: skip
-    cpp_reason = "inference: tiles of scores stay in the caches, bfloat16 is multiplied by dot products"
+    cpp_reason = "tiles of scores stay in the caches, bfloat16 is multiplied by dot products"
     takes_seed = frozenset({"native", "aten", "xla", "triton"})
 
     @classmethod
