@@ -1,11 +1,13 @@
-"""Native models against transformers' with its best attention: time and peak memory of prefill and of a training step.
+"""Native models against transformers' with its best attention and experts: time and peak memory of whole models.
 
-    python scripts/bench_models.py                                  every case, 0.44B, 2 threads
+    python scripts/bench_models.py                                  every case, 2 threads; Llama has 0.44B
     python scripts/bench_models.py train-128k --layers 4 --tokens 256 --json figures.json
+    python scripts/bench_models.py moe-prefill minilm-1000 --plot models.png
 
 Each library runs in processes of its own, in turns, so that both see the same load; a figure is the median over the
 rounds of the median of a process's calls. Peak memory is that of the process less what it held before the first call.
-Prints ratios (ours over transformers') and writes everything to --json.
+Prints ratios (ours over transformers') beside their bars, and writes everything to --json. The cases are in
+bench/models.py.
 """
 
 from __future__ import annotations
@@ -21,16 +23,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-CASES = {
-    "prefill-fp32": {"dtype": "float32", "vocabulary": 32000, "tokens": 1024},
-    "prefill-bf16": {"dtype": "bfloat16", "vocabulary": 32000, "tokens": 1024},
-    "train-fp32": {"dtype": "float32", "vocabulary": 32000, "tokens": 512},
-    "train-bf16": {"dtype": "bfloat16", "vocabulary": 32000, "tokens": 512},
-    "train-128k": {"dtype": "float32", "vocabulary": 131072, "tokens": 512},
-    "train-128k-bf16": {"dtype": "bfloat16", "vocabulary": 131072, "tokens": 512},
-}
+from bench.models import CASES  # noqa: E402
+from bench.report import installed  # noqa: E402
+
 LIBRARIES = ("easytorch", "transformers")
 
 
@@ -46,31 +43,11 @@ def forget_peak() -> None:
 
 
 def measure(library: str, case: str, layers: int, tokens: int, calls: int, threads: int) -> dict[str, float]:
-    """Seconds a call, and MiB that the calls needed, of a Llama-like model of so many layers."""
+    """Seconds a call, and MiB that the calls needed."""
     import torch
-    import transformers
 
-    settings = CASES[case]
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=settings["vocabulary"], hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    source: Any = __import__(library)
-    model = source.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, str(settings["dtype"])))
-    ids = torch.randint(0, config.vocab_size, (1, tokens))
-    training = case.startswith("train")
-    model.train(training)
-
-    def call() -> None:
-        if training:
-            model.zero_grad()
-            model(ids, labels=ids, use_cache=False).loss.backward()
-        else:
-            with torch.no_grad():
-                model(ids, use_cache=False, logits_to_keep=1)
-
+    call = CASES[case].make(__import__(library), CASES[case], layers, tokens)
     seconds = []
     forget_peak()
     before = memory("VmRSS")
@@ -83,23 +60,45 @@ def measure(library: str, case: str, layers: int, tokens: int, calls: int, threa
 
 def alone(library: str, case: str, arguments: argparse.Namespace) -> dict[str, float]:
     """`measure` in a process of its own."""
-    command = [sys.executable, __file__, case, "--worker", library, "--layers", str(arguments.layers)]
+    command = [sys.executable, __file__, case, "--worker", library]
+    command += ["--layers", str(arguments.layers or CASES[case].layers or 24)]
     command += ["--calls", str(arguments.calls), "--threads", str(arguments.threads)]
-    command += ["--tokens", str(arguments.tokens or CASES[case]["tokens"])]
+    command += ["--tokens", str(arguments.tokens or CASES[case].tokens)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     measured: dict[str, float] = json.loads(output.splitlines()[-1])
     return measured
 
 
+def plot(cases: dict[str, Any], path: Path) -> None:
+    """A bar a case, its ratio of time, and a mark where it may end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(cases)), layout="constrained")
+    ratios = [case["ratio"]["seconds"] for case in cases.values()]
+    axes.barh(list(cases), ratios, color=["#4c72b0" if ratio <= 1 else "#c44e52" for ratio in ratios])
+    for row, case in enumerate(cases.values()):
+        if case["bar"] is not None:
+            axes.plot([case["bar"]] * 2, [row - 0.4, row + 0.4], color="black")
+    axes.axvline(1.0, color="grey", linestyle=":")
+    axes.invert_yaxis()
+    axes.set_xlabel("time, of transformers'; a black mark: the bar")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, help="instead of the case's own number; Llama's is 24")
     parser.add_argument("--tokens", type=int, help="instead of the case's own number")
     parser.add_argument("--calls", type=int, default=3, help="that are timed in a process, after one that is not")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of the ratios; needs matplotlib")
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.cases) - set(CASES)):
@@ -108,7 +107,9 @@ def main() -> int:
         sizes = (arguments.layers, arguments.tokens, arguments.calls, arguments.threads)
         print(json.dumps(measure(arguments.worker, arguments.cases[0], *sizes)))
         return 0
-    figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "layers": arguments.layers}
+    figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "versions": installed()}
+    cases: dict[str, Any] = {}
+    figures |= {"threads": arguments.threads, "cases": cases}
     for case in arguments.cases or CASES:
         rounds = [{library: alone(library, case, arguments) for library in LIBRARIES} for _ in range(arguments.rounds)]
         medians = {
@@ -116,13 +117,17 @@ def main() -> int:
             for library in LIBRARIES
         }
         ours, theirs = medians["easytorch"], medians["transformers"]
-        ratios = {kind: ours[kind] / max(theirs[kind], 1e-9) for kind in ours}
-        figures[case] = {"ratio": ratios, **medians, "rounds": rounds}
+        ratios = {kind: ours[kind] / max(theirs[kind], 1e-3 if kind == "seconds" else 1) for kind in ours}
+        bar = CASES[case].bar
+        cases[case] = {"ratio": ratios, "bar": bar, **medians, "rounds": rounds}
+        allowed = "" if bar is None else f" (bar {bar})"
         print(
-            f"{case:16} time {ratios['seconds']:.2f} ({ours['seconds']:.2f} of {theirs['seconds']:.2f} s), memory "
-            f"{ratios['mib']:.2f} ({ours['mib']:.0f} of {theirs['mib']:.0f} MiB)",
+            f"{case:18} time {ratios['seconds']:.2f}{allowed} ({ours['seconds']:.2f} of {theirs['seconds']:.2f} s), "
+            f"memory {ratios['mib']:.2f} ({ours['mib']:.0f} of {theirs['mib']:.0f} MiB)",
             flush=True,
         )
+    if arguments.plot:
+        plot(cases, arguments.plot)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
