@@ -11,7 +11,7 @@ from torch import nn
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.masks import FULL, LINEAR, MASKS_OF
 from easytorch.layers.recurrent import recurrent_mask
-from easytorch.layers.rotary import PartialRotaryEmbedding
+from easytorch.layers.rotary import PartialRotaryEmbedding, RotaryTables
 
 
 class HybridLayer(DecoderLayer):
@@ -44,4 +44,4 @@ class HybridBackbone(DecoderBackbone):
     """Full and linear attention, by `config.layer_types`."""
 
     masks_of: ClassVar[Mapping[str, Callable[..., Any]]] = {FULL: MASKS_OF[FULL], LINEAR: recurrent_mask}
-    rotary_class = PartialRotaryEmbedding
+    rotary_class: ClassVar[type[RotaryTables] | None] = PartialRotaryEmbedding
