@@ -115,6 +115,18 @@ class Processes:
             raise
 
 
+def _of_this_start(store: dist.Store, world: int) -> dist.Store:
+    """The store of torchrun, without what the processes that it has restarted left there.
+
+    torchrun (2.13) keeps one store over its restarts: a process that was quicker than the first connected to the
+    address of one that had been killed, and the key of the failure before hid the next. Restarts are counted per node,
+    so several nodes share the store as torch does; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new one for each start.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+        return store
+    return dist.PrefixStore(f"easytorch/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def _mark(error: Exception | None) -> float:
     """0 without an error, 2 for wrong input, else 1."""
     return 0.0 if error is None else 2.0 if isinstance(error, (ValueError, OSError)) else 1.0
@@ -144,7 +156,11 @@ def joined(device: torch.device) -> Iterator[Processes]:
         # Python shuts down aborts the process: seen in 1 of 40 short runs on a loaded machine, torch 2.13.
         importlib.import_module("torch._dynamo")
         on_gpu = device.type == "cuda"
-        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        store, rank, world = next(dist.rendezvous("env://", timeout=dist.default_pg_timeout))
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=_of_this_start(store, world), rank=rank, world_size=world,
+            device_id=device if on_gpu else None,
+        )  # fmt: skip
     processes = Processes(int(os.environ.get("RANK", "0")), world, device)
     try:
         yield processes

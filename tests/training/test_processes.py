@@ -7,10 +7,11 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from easytorch.training import processes as module
 from easytorch.training.interrupt import StopOnSignal
-from easytorch.training.processes import OtherProcessError, Processes
+from easytorch.training.processes import OtherProcessError, Processes, _of_this_start
 
 
 class Store(dict):
@@ -63,3 +64,15 @@ def test_one_process_alone_and_one_whose_failure_all_know_raise_as_they_are(rank
     assert fails(Processes(0, 1, torch.device("cpu")), error) is error
     ranks[0].failed = True
     assert fails(ranks[0], error) is error
+
+
+def test_a_restart_by_torchrun_sees_no_key_of_the_start_before(monkeypatch):
+    """torchrun keeps its store; the address of a killed process in it is where the next would connect to."""
+    shared = dist.HashStore()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    _of_this_start(shared, 2).set("easytorch/failed", "1 1")
+    assert _of_this_start(shared, 2).check(["easytorch/failed"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _of_this_start(shared, 2).check(["easytorch/failed"])
+    assert _of_this_start(shared, 4) is shared, "nodes count their restarts apart"
