@@ -17,7 +17,7 @@ torch reads memory, counting every weight but the embedding once a token; *GEMM*
 
 The other cases, one a run: *batch*, 16 requests of mixed lengths by our engine, transformers' continuous batching and
 llama.cpp's batches; *prefix*, requests with the same first 1,024 tokens, with and without reuse; *server*, the engine
-and `easytorch serve`; *long*, decoding after 8,192 and 32,768 tokens, by 4 layers; *first-token*, `easytorch generate`
+and `easytorch serve`; *long*, decoding after 8,192 and 32,768 tokens, by 2 layers; *first-token*, `easytorch generate`
 until its first token, and what it cannot do without: loading, and one forward of the prompt.
 """
 
@@ -188,7 +188,7 @@ def run_case(options: argparse.Namespace, folder: Path, versions: dict[str, str]
 def positions_of(options: argparse.Namespace) -> int:
     """How many a model must have."""
     if options.case == "long":
-        return (256 if options.quick else max(CONTEXTS)) + 2 * AFTER_CONTEXT
+        return max(options.contexts) + 2 * AFTER_CONTEXT
     if options.case is not None:
         return max(2048, *(len(one.prompt) + one.new for one in mixed(options.requests, small=False)))
     return max(options.prefill, PROMPT + options.tokens)
@@ -199,6 +199,7 @@ def arguments() -> argparse.Namespace:
     programs = ("easytorch", "transformers", "llama.cpp")
     parser.add_argument("--case", choices=list(CASES), help="one of the others, in place of the table")
     parser.add_argument("--requests", type=int, default=16, help="of the cases batch, prefix and server")
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="of the case long")
     parser.add_argument("--programs", nargs="+", choices=programs, default=list(programs))
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "float32"])
     parser.add_argument("--llama-formats", nargs="*", choices=["q8_0"], default=[], help="of llama.cpp, beside")
@@ -210,11 +211,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="every measurement")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, between a page's marks")
     options = parser.parse_args()
+    if min(options.contexts) < 1:
+        parser.error(f"--contexts must be at least 1, got {min(options.contexts)}")
     for name in ("tokens", "prefill", "rounds", "threads", "requests"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.quick:
-        options.tokens, options.prefill, options.rounds = 4, 32, 1
+        options.tokens, options.prefill, options.rounds, options.contexts = 4, 32, 1, [64]
     if "llama.cpp" in options.programs and importlib.util.find_spec("llama_cpp") is None:
         print("llama.cpp is left out: it is not installed (pip install llama-cpp-python)", file=sys.stderr)
         options.programs.remove("llama.cpp")

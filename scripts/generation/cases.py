@@ -17,9 +17,9 @@ from generation.requests import AFTER_CONTEXT, WORK
 
 FIRST_TOKEN = Path(__file__).resolve().parent / "first_token.py"
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXTS, SMALL_CONTEXTS = (8192, 32768), (64, 128)
+CONTEXTS = (8192, 32768)
 # of a long context: attention grows with it, weights do not
-LONG_LAYERS = 4
+LONG_LAYERS = 2
 
 
 class Found(NamedTuple):
@@ -119,7 +119,7 @@ def long(setting: Setting) -> Iterator[Found]:
     }
     if "llama.cpp" in setting.options.programs:
         programs["llama.cpp"] = ("llama.cpp", setting.gguf())
-    for context in SMALL_CONTEXTS if setting.options.quick else CONTEXTS:
+    for context in setting.options.contexts:
         with workers(setting, programs) as started:
             for one in started.values():
                 one.ask("long", context)
