@@ -77,6 +77,10 @@ from easytorch.protocol.state import (
 )
 from easytorch.protocol.train_state import TrainState, load_state, to_state
 
+# The reference's other names of two of them; not in __all__, since `import *` would replace Python's own `float`.
+float = float32
+pure_transform_fn = transform_fn
+
 __all__ = [
     "BaseModuleProtocol",
     "BridgeMixin",

@@ -11,6 +11,7 @@ PEFT's files, work on the model as on one of transformers with an adapter.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import re
@@ -233,7 +234,13 @@ def _beside_kernels(model: PreTrainedModel, name: str) -> bool:
 def _taken_for_experts(model: PreTrainedModel) -> set[str]:
     """The endings of names under which PEFT adapts the fused matrices of experts, whatever else is called so: the
     experts' projections of transformers 4."""
-    tables: Any = require_peft().utils.transformers_weight_conversion
+    require_peft()
+    try:
+        tables: Any = importlib.import_module(
+            "peft.utils.transformers_weight_conversion"
+        )  # PEFT imports it when needed
+    except ModuleNotFoundError:  # PEFT of before transformers 5
+        return set()
     family = getattr(tables, "_MODEL_TO_CONVERSION_PATTERN", {}).get(model.config.model_type)
     return set(getattr(tables, "_MOE_TARGET_MODULE_MAPPING", {}).get(family, ()))
 

@@ -34,16 +34,21 @@ def tokens(source: Tensor | HeadProduct, labels: Tensor, config: LossConfig) -> 
         labels.reshape(-1),
     )
     weights = label_weights(labels, options)
-    metrics = _metrics(rows, flat, weights.reshape(-1), options, config)
-    if config.reduction == "none":
-        return token_losses(rows, flat, options).reshape(labels.shape), metrics
-    if config.average_per_sequence:
-        losses = token_losses(rows, flat, options).reshape(len(labels), -1)
-        counts = weights.reshape(len(labels), -1).sum(1)
-        means = torch.where(counts > 0, losses.sum(1) / counts.clamp(min=1e-30), 0.0)
-        return means.sum() / (counts > 0).sum(), metrics
+    metrics = _metrics(rows, labels, weights, options, config)
+    if config.reduction == "none" or config.average_per_sequence:
+        return _reduced_tokens(token_losses(rows, flat, options).reshape(labels.shape), weights, config), metrics
     total = token_losses(rows, flat, options, reduction="sum")
     return _divided(total, labels, weights, options, config), metrics
+
+
+def _reduced_tokens(losses: Tensor, weights: Tensor, config: LossConfig) -> Tensor:
+    """The losses (B, ...) of each token, or the mean of the rows' own means; rows without labels are no part of it."""
+    loss = losses
+    if config.average_per_sequence:
+        counts = weights.reshape(len(weights), -1).sum(1)
+        sums = losses.reshape(len(losses), -1).sum(1)
+        loss = torch.where(counts > 0, sums / counts.clamp(min=1e-30), 0.0).sum() / (counts > 0).sum()
+    return mean_loss(loss, weights.sum()) if config.divide_weight_sum else loss
 
 
 def _divided(total: Tensor, labels: Tensor, weights: Tensor, options: TokenLossOptions, config: LossConfig) -> Tensor:
@@ -86,11 +91,12 @@ def _metrics(
     held = rows.detach() if isinstance(rows, Tensor) else rows.detached()
 
     def compute() -> tuple[Tensor, Tensor]:
-        correct, normalizers = correct_and_logsumexp(held, labels)
-        z_loss = options.z_loss * (normalizers.square() * weights).sum()
+        correct, normalizers = (one.reshape(labels.shape) for one in correct_and_logsumexp(held, labels.reshape(-1)))
         accuracy = (correct * weights).sum() / weights.sum()
-        per_token = config.reduction in ("sum", "none")
-        return accuracy, z_loss if per_token else _divided(z_loss, labels, weights, options, config)
+        parts = options.z_loss * normalizers.square() * weights
+        if config.reduction == "none" or config.average_per_sequence:
+            return accuracy, _reduced_tokens(parts, weights, config).sum()
+        return accuracy, _divided(parts.sum(), labels, weights, options, config)
 
     return LossMetrics(weight_sum=weights.sum(), compute=compute)
 

@@ -55,8 +55,8 @@ _OTHERWISE = ("amsgrad", "centered", "dampening", "nesterov")
 def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_state: Any = None) -> dict[str, Any]:
     """`{"step": ..., "params": tree, "opt_state": ...}` of numpy arrays of their own, in Flax's names.
 
-    opt_state: a state of the optax optimizer, as its `init` gives it, whose slots are replaced and whose
-    structure is kept; without one `opt_state` is `{"0": slots}`, which optax's `adam` has first in its chain.
+    opt_state: a state of the optax optimizer, as its `init` gives it, whose slots and counts of schedules are replaced
+    and whose structure is kept; without one `opt_state` is `{"0": slots}`, which optax's `adam` has first in its chain.
     `ValueError` for an optimizer whose slots optax has not, or where `opt_state` has no place for them.
     """
     model, optimizer = unwrapped(model), plain_optimizer(optimizer)
@@ -75,6 +75,9 @@ def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_sta
             raise ValueError(f"opt_state has not one place for {sorted(fields)}, the slots of {_name(optimizer)}")
         _check_places(found[0], node)
         filled = _replaced(opt_state, node)
+    if opt_state is not None:
+        # those of learning rate schedules, which would begin anew
+        filled = _counted(filled, int(node.get("count", step)), set(fields))
     params, stats = _apart(conversion.to_flax(model, copy=True))
     return {"step": step, "params": params, **stats, "opt_state": filled}
 
@@ -111,6 +114,12 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
             of_each = {name: torch.tensor(count) for name in slots}
         else:
             of_each = _by_name(model, given, stats)
+            alike = _dtypes(given)
+            if len(alike) == 1:
+                kept = alike.pop()
+                of_each = {name: one.to(kept) for name, one in of_each.items()}
+            else:  # each is that of its parameter, as optax makes them
+                of_each = {name: of_each[name].to(one.dtype) for name, one in graphstate(model).items()}
         for name, value in slots.items():
             value[slot] = of_each[name]
     if _name(optimizer) in _COUNTED:
@@ -195,18 +204,20 @@ def _apart(tree: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _by_name(model: PreTrainedModel, params: Any, stats: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a tree of weights, or of slots, by the names of the model's parameters, in the tree's dtype."""
-    dtype = _torch_dtype(next(iter(flat(params).values())))
+    """The tensors of a tree of weights, or of slots, by the names of the model's parameters, in a dtype of all."""
     tree = {"params": params, **stats} if stats else params
+    found = _dtypes(tree)
+    # one dtype for all: of several the one that holds each
+    dtype = found.pop() if len(found) == 1 else torch.float64 if torch.float64 in found else torch.float32
     config = conversion.plain_config(model.config)
     built: nn.Module = conversion.from_flax(type(model), config, tree, copy=True, dtype=dtype)
     return {**graphstate(built), **graphother(built)}
 
 
-def _torch_dtype(leaf: Any) -> torch.dtype:
-    name = str(leaf.dtype)
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+def _dtypes(tree: Any) -> set[torch.dtype]:
+    """The floating dtypes of the leaves; float32 for those that torch does not have."""
+    found = {getattr(torch, str(getattr(leaf, "dtype", "float32")), torch.float32) for leaf in flat(tree).values()}
+    return {one for one in found if isinstance(one, torch.dtype) and one.is_floating_point}
 
 
 def _part(train_state: Any, key: str, *, optional: bool = False) -> Any:
@@ -239,6 +250,27 @@ def _nodes(tree: Any, fields: set[str]) -> Iterator[Any]:
         return
     for child in _children(tree):
         yield from _nodes(child, fields)
+
+
+def _counted(tree: Any, count: int, fields: set[str]) -> Any:
+    """`tree` with `count` in the parts that count steps and nothing else, or for hyperparameters that are injected."""
+    if _has(tree, fields) and fields:
+        return tree
+    names = set(tree) if isinstance(tree, Mapping) else set(getattr(tree, "_fields", ()))
+    counts = "count" in names and (names == {"count"} or "hyperparams" in names) and not np.ndim(_field(tree, "count"))
+
+    def of(name: str, child: Any) -> Any:
+        if counts and name == "count":
+            return np.asarray(count, getattr(child, "dtype", np.int32))
+        return _counted(child, count, fields)
+
+    if isinstance(tree, Mapping):
+        return {key: of(key, child) for key, child in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(of, tree._fields, tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_counted(child, count, fields) for child in tree)
+    return tree
 
 
 def _replaced(tree: Any, node: Mapping[str, Any]) -> Any:

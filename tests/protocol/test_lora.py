@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import peft
 import pytest
@@ -394,6 +395,14 @@ def test_settings_of_other_types():
         with pytest.raises(error, match=next(iter(given))):
             model.apply_lora_to_layers(2, **given)
     assert not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def test_without_a_pattern_in_a_new_process(monkeypatch):
+    """PEFT imports its tables of experts at its first use."""
+    monkeypatch.delattr(peft.utils, "transformers_weight_conversion", raising=False)
+    monkeypatch.delitem(sys.modules, "peft.utils.transformers_weight_conversion", raising=False)
+    model = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"][1])).apply_lora_to_layers(2)
+    assert len(model.split_lora_params()) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
 
 
 def test_mamba_without_a_pattern():

@@ -111,17 +111,17 @@ def by_hand(logits, labels, config: LossConfig) -> torch.Tensor:
     each = counted.double() if weights is None else counted * weights[torch.where(counted, flat, 0)]
     losses = losses + config.z_loss * z.logsumexp(-1).square() * each
     factor = config.loss_normalizing_factor
+    again = each.sum() if config.divide_weight_sum else 1
     if config.reduction == "none":
-        return losses.view(labels.shape)
+        return losses.view(labels.shape) / again
     if factor == "AVERAGE_PER_SEQUENCE":
-        return (losses.view(labels.shape).sum(1) / each.view(labels.shape).sum(1)).mean()
+        return (losses.view(labels.shape).sum(1) / each.view(labels.shape).sum(1)).mean() / again
     divisors = {None: each.sum(), "NUM_REAL_TARGET_TOKENS": each.sum(), "NUM_TOTAL_TARGET_TOKENS": flat.numel()}
     divisors["NO_WEIGHT_NUM_REAL_TARGET_TOKENS"] = counted.sum()
     divisor = divisors.get(factor, factor)
     if config.num_items_in_batch is not None or config.reduction == "sum":
         divisor = config.num_items_in_batch or 1
-    total = losses.sum() / divisor
-    return total / each.sum() if config.divide_weight_sum else total
+    return losses.sum() / divisor / again
 
 
 WEIGHTS = torch.linspace(2, 0, 97)  # that of class 0 counts, should an ignored label be taken for it
@@ -133,10 +133,12 @@ SETTINGS = [
     {"class_weights": WEIGHTS, "z_loss": 0.01, "divide_weight_sum": True},
     {"reduction": "sum", "label_smoothing": 0.1},
     {"reduction": "none", "z_loss": 0.1},
+    {"reduction": "none", "z_loss": 0.1, "divide_weight_sum": True},
     {"reduction": "mean", "class_weights": WEIGHTS},
     {"num_items_in_batch": 13},
     {"loss_normalizing_factor": 7.0},
     {"loss_normalizing_factor": "AVERAGE_PER_SEQUENCE", "class_weights": WEIGHTS},
+    {"loss_normalizing_factor": "AVERAGE_PER_SEQUENCE", "weight": WEIGHTS, "z_loss": 0.1, "divide_weight_sum": True},
     {"loss_normalizing_factor": "NUM_TOTAL_TARGET_TOKENS"},
     {"loss_normalizing_factor": "NO_WEIGHT_NUM_REAL_TARGET_TOKENS", "class_weights": WEIGHTS},
     {"ignore_index": 9},

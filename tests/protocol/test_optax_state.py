@@ -178,6 +178,64 @@ def test_slots_keep_float32_beside_bf16_weights():
         assert torch.equal(optimizer.state[one]["exp_avg"], optimizer_other.state[two]["exp_avg"])
 
 
+def test_leaves_of_several_dtypes_keep_their_values():
+    model, other = build("llama"), build("llama", seed=1)
+    optimizer, optimizer_other = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+    step(model, optimizer, 0)
+    tree = protocol.to_optax(model, optimizer, step=1)
+    parts = {"params": tree["params"], **tree["opt_state"]["0"]}
+    for name in ("params", "mu", "nu"):
+        *path, last = next(iter(flat(parts[name]))).split("/")
+        node = parts[name]
+        for one in path:
+            node = node[one]
+        node[last] = node[last].astype(jax.numpy.bfloat16)
+    protocol.from_optax(tree, other, optimizer_other)
+    found = protocol.to_optax(other, optimizer_other, step=1)
+    again = flat({"params": found["params"], **found["opt_state"]["0"]})
+    for name, leaf in flat(parts).items():
+        np.testing.assert_array_equal(np.asarray(leaf, again[name].dtype), again[name], err_msg=name)
+
+
+def test_batch_statistics_keep_float32_beside_bf16_weights():
+    model, other = build("resnet").bfloat16(), build("resnet", seed=1).bfloat16()
+    for one in (*model.buffers(), *other.buffers()):
+        if one.is_floating_point():
+            one.data = one.data.float()
+    with torch.no_grad():
+        for one in model.buffers():
+            one.add_(0.123456) if one.is_floating_point() else None
+    optimizer, optimizer_other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    protocol.from_optax(protocol.to_optax(model, optimizer, step=1), other, optimizer_other)
+    for one, two in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two) or not one.is_floating_point()
+
+
+@pytest.mark.parametrize("kind", ["chain", "injected", "plain"])
+def test_schedules_go_on_where_they_were(kind):
+    schedule = optax.linear_schedule(0.0, 1.0, 10)
+    tx = {
+        "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)),
+        "injected": lambda: optax.inject_hyperparams(optax.adam)(schedule),
+        "plain": lambda: optax.sgd(schedule),
+    }[kind]()
+    model = build("llama")
+    optimizer = (torch.optim.SGD if kind == "plain" else torch.optim.Adam)(model.parameters(), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, number)
+    params = params_of(model)
+    expected = tx.init(params)
+    for _ in range(3):
+        _, expected = tx.update(jax.tree.map(np.zeros_like, params), expected, params)
+    found = protocol.to_optax(model, optimizer, step=3, opt_state=tx.init(params))["opt_state"]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    counts = [
+        [int(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(one) if "count" in str(path[-1])]
+        for one in (found, expected)
+    ]
+    assert counts[0] == counts[1] and counts[0] and set(counts[0]) == {3}
+
+
 def test_before_the_first_step():
     tx = optax.adam(1e-2)
     model = build("llama")
