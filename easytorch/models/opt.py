@@ -90,6 +90,7 @@ class OPTPreTrainedModel(NativeDecoder):
 class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
     layer_class = OPTDecoderLayer
     rotary_class = None
+    masks_by_positions = False  # as transformers' OPT, which does not read packed sequences out of them
 
     embed_tokens: nn.Module
 
@@ -106,7 +107,6 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
     def make_masks(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Any
     ) -> Masks:
-        # transformers' OPT does not read packed sequences out of the positions
         return super().make_masks(inputs_embeds, attention_mask, past_key_values, None)
 
     def default_positions(

@@ -21,6 +21,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 GROUPED = SIZES | {"num_key_value_heads": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
 VIT = {"image_size": 8, "patch_size": 4, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+OPT = {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SIZES),
     "gemma2": transformers.Gemma2Config(**GROUPED, head_dim=8, final_logit_softcapping=0.5),
@@ -206,11 +207,17 @@ def test_the_labels_of_a_causal_model_are_its_tokens():
     assert_same(model, model.compute_loss(IDS, attention_mask=mask)[1].loss, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "mamba2"])
-@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize(
+    ("name", "as_object"),
+    [*((name, one) for name in ("llama", "mistral", "bert", "mamba2") for one in (False, True)),
+     ("opt", False), ("biogpt", False), ("roberta", False)],
+)  # fmt: skip
 def test_packed_sequences_are_apart(name, as_object):
     more = {
         "mistral": transformers.MistralConfig(**GROUPED, sliding_window=2),
+        "opt": transformers.OPTConfig(**OPT, ffn_dim=48, max_position_embeddings=16),
+        "biogpt": transformers.BioGptConfig(**SIZES),  # not native; its masks are not told the positions
+        "roberta": transformers.RobertaConfig(**SIZES, is_decoder=True),  # counts from its padding index
         "mamba2": transformers.Mamba2Config(
             vocab_size=97, hidden_size=32, state_size=8, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1
         ),
@@ -224,6 +231,14 @@ def test_packed_sequences_are_apart(name, as_object):
     parts = [IDS[:1, :3], IDS[:1, 3:], IDS[1:, :2], IDS[1:, 2:4]]
     losses = [compute_loss(model, input_ids=one, labels=one, loss_kwargs={"reduction": "sum"})[1].loss for one in parts]
     assert_same(model, metrics.loss, sum(losses))
+
+
+def test_a_class_that_does_not_keep_them_apart_is_refused():
+    config = transformers.CodeGenConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    model = transformers.CodeGenForCausalLM(config)
+    with pytest.raises(ValueError, match="CodeGenForCausalLM does not keep packed sequences apart"):
+        compute_loss(model, input_ids=IDS, segment_ids=torch.zeros_like(IDS))
+    assert all(module.training for module in model.modules())
 
 
 def test_classes():
