@@ -119,9 +119,7 @@ def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> 
         # transformers' own classes that ignore positions are told by a mask instead
         if not all(_masks_by_positions(kind) for kind in {type(module) for module in model.modules()}):
             if getattr(model.config, "alibi", False):
-                raise ValueError(
-                    f"{type(model).__name__} counts distances (ALiBi) by a mask of whole rows: {_ALONE}"
-                )
+                raise ValueError(f"{type(model).__name__} counts distances (ALiBi) by a mask of whole rows: {_ALONE}")
             inputs["attention_mask"] = _mask(segments, model.dtype, causal=True)
     if recurrent:
         inputs["seq_idx"] = (starts.cumsum(1) - 1).to(torch.int32)
