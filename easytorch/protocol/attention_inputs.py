@@ -89,8 +89,12 @@ def _check_apart(model: PreTrainedModel) -> None:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        both = model(**_apart(model, {"input_ids": tokens}, torch.tensor([[0, 0, 0, 1, 1, 1]], device=model.device)))
         alone = model(input_ids=tokens[:, 3:])
+        both = model(**_apart(model, {"input_ids": tokens}, torch.tensor([[0, 0, 0, 1, 1, 1]], device=model.device)))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # one that shapes masks itself
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f"{type(model).__name__} cannot be told which tokens are of one sequence: {_ALONE}") from error
     finally:
         for module in training:
             module.training = True
@@ -117,7 +121,8 @@ def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> 
     if causal:
         inputs["position_ids"] = positions + _first_position(model)
         # transformers' own classes that ignore positions are told by a mask instead
-        if not all(_masks_by_positions(kind) for kind in {type(module) for module in model.modules()}):
+        kinds: set[Any] = {type(module) for module in model.modules()}
+        if not all(map(_masks_by_positions, kinds)):
             if getattr(model.config, "alibi", False):
                 raise ValueError(f"{type(model).__name__} counts distances (ALiBi) by a mask of whole rows: {_ALONE}")
             inputs["attention_mask"] = _mask(segments, model.dtype, causal=True)

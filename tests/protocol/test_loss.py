@@ -233,10 +233,13 @@ def test_packed_sequences_are_apart(name, as_object):
     assert_same(model, metrics.loss, sum(losses))
 
 
-def test_a_class_that_does_not_keep_them_apart_is_refused():
-    config = transformers.CodeGenConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
-    model = transformers.CodeGenForCausalLM(config)
-    with pytest.raises(ValueError, match="CodeGenForCausalLM does not keep packed sequences apart"):
+@pytest.mark.parametrize("name", ["codegen", "openai-gpt"])
+def test_a_class_that_does_not_keep_them_apart_is_refused(name):
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    more = {"rotary_dim": 4} if name == "codegen" else {}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **sizes, **more))
+    model.train()
+    with pytest.raises(ValueError, match="does not keep packed|cannot be told which tokens"):
         compute_loss(model, input_ids=IDS, segment_ids=torch.zeros_like(IDS))
     assert all(module.training for module in model.modules())
 
