@@ -89,8 +89,10 @@ def _check_apart(model: PreTrainedModel) -> None:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        alone = model(input_ids=tokens[:, 3:])
-        both = model(**_apart(model, {"input_ids": tokens}, torch.tensor([[0, 0, 0, 1, 1, 1]], device=model.device)))
+        alone = model.base_model(input_ids=tokens[:, 3:])
+        both = model.base_model(
+            **_apart(model, {"input_ids": tokens}, torch.tensor([[0, 0, 0, 1, 1, 1]], device=model.device))
+        )
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # one that shapes masks itself
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -239,7 +239,7 @@ def test_a_class_that_does_not_keep_them_apart_is_refused(name):
     more = {"rotary_dim": 4} if name == "codegen" else {}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **sizes, **more))
     model.train()
-    with pytest.raises(ValueError, match="does not keep packed|cannot be told which tokens"):
+    with pytest.raises(ValueError, match=r"does not keep packed|cannot be told which tokens"):
         compute_loss(model, input_ids=IDS, segment_ids=torch.zeros_like(IDS))
     assert all(module.training for module in model.modules())
 
