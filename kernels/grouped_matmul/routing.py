@@ -25,9 +25,10 @@ def rows_of_experts(hidden: torch.Tensor, order: torch.Tensor, k: int) -> torch.
     """hidden (T, D), order (T * k,) of `sort_by_expert` -> (T * k, D), `hidden[order // k]`.
 
     The gradient of that index adds a token's k rows in the order in which threads reach them (ATen's index_put, in
-    float32): two equal steps would differ in their last bits. A permutation of repeated rows has one order.
+    float32): two equal steps would differ in their last bits. A permutation of repeated rows has one order; torch_xla
+    ends the process in its gradient, and adds in one order itself.
     """
-    if not (torch.is_grad_enabled() and hidden.requires_grad):
+    if hidden.device.type == "xla" or not (torch.is_grad_enabled() and hidden.requires_grad):
         return hidden[order // k]
     repeated = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
     return repeated.index_select(0, order)
@@ -40,8 +41,8 @@ def combine_experts(rows: torch.Tensor, order: torch.Tensor, expert_weights: tor
     """
     tokens, k = expert_weights.shape
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if rows.device.type == "xla":  # whose index_copy ends the process
-        unsorted = rows.index_select(0, order.argsort())
+    if rows.device.type == "xla":  # whose index_copy, and the gradient of index_select, end the process
+        unsorted = rows[order.argsort()]
     else:
         unsorted = torch.empty_like(rows).index_copy(0, order, rows)
     return (
