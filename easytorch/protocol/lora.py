@@ -70,9 +70,9 @@ def apply_lora_to_layers(
     """Puts an adapter into linear layers of `model`, which is returned; every other parameter is frozen.
 
     lora_rank: the inner size, from 1 to the smaller side of every matrix. lora_pattern: a regular expression that is
-    searched for in the names of linear layers; all of them but the head, and those that PEFT refuses in Mamba or takes
-    for experts, where it is None. rngs: a seed, or a generator one is drawn from. alpha: what the adapter adds counts
-    alpha / rank times; the rank by default, so once.
+    searched for in the names of linear layers; all of them but the head, gates of one number, and those that PEFT
+    refuses in Mamba or takes for experts, where it is None. rngs: a seed, or a generator one is drawn from. alpha: what
+    the adapter adds counts alpha / rank times; the rank by default, so once.
     rslora: by alpha / sqrt(rank) instead (arXiv:2312.03732). dora: magnitudes are trained apart (arXiv:2402.09353).
     init: PEFT's `init_lora_weights`; of those that change the weights ("pissa", "olora") the weights are kept, to be
     restored when the adapter is dropped. A second adapter takes another `adapter_name`; the new one is active.
@@ -214,7 +214,9 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         return {
             name: layer
             for name, layer in found.items()
-            if name.rpartition(".")[2] not in experts and not _beside_kernels(model, name)
+            if name.rpartition(".")[2] not in experts
+            and not _beside_kernels(model, name)
+            and getattr(layer, "out_features", 0) != 1
         }
     try:
         wanted = {name: layer for name, layer in found.items() if re.search(pattern, name)}

@@ -41,10 +41,9 @@ def combine_experts(rows: torch.Tensor, order: torch.Tensor, expert_weights: tor
     """
     tokens, k = expert_weights.shape
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    if rows.device.type == "xla":  # whose index_copy, and the gradient of index_select, end the process
-        unsorted = rows[order.argsort()]
-    else:
-        unsorted = torch.empty_like(rows).index_copy(0, order, rows)
+    # On xla index_copy, and the gradient of index_select, end the process.
+    on_xla = rows.device.type == "xla"
+    unsorted = rows[order.argsort()] if on_xla else torch.empty_like(rows).index_copy(0, order, rows)
     return (
         (unsorted.reshape(tokens, k, rows.shape[-1]).to(wide) * expert_weights.to(wide)[..., None])
         .sum(1)

@@ -412,6 +412,19 @@ def test_mamba_without_a_pattern():
     assert all("in_proj" in name for name in model.apply_lora_to_layers(2).split_lora_params())
 
 
+def test_gates_of_one_number_are_left_out_without_a_pattern():
+    """A shared expert's gate has a row of its own, which no rank above 1 fits."""
+    sizes = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "moe_intermediate_size": 16}
+    model = easytorch.AutoModelForCausalLM.from_config(
+        transformers.Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=16)
+    )
+    names = list(model.apply_lora_to_layers(4).split_lora_params())
+    assert any(".shared_expert." in name for name in names)
+    assert not any("shared_expert_gate" in name for name in names)
+    with pytest.raises(ValueError, match=r"smaller side of .*shared_expert_gate"):
+        model.apply_lora_to_layers(4, "shared_expert_gate", adapter_name="second")
+
+
 def test_the_largest_rank_and_dropout():
     model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     model.apply_lora_to_layers(32, "q_proj", dropout=0.25)
