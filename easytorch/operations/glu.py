@@ -85,4 +85,6 @@ class GeGLU(_GatedLinearUnit):
         return cpu.run(gate, up, activation, library.BEST) if cpu.prefers(gate, up, activation) else None
 
     def _prefers(self, gate: Tensor, up: Tensor, approximate: str = "none") -> bool:
-        return cpu.prefers(gate, up, cpu.GELU.get(approximate, cpu.GELU["none"]))
+        return cpu.prefers(
+            gate, up, cpu.GELU["tanh" if isinstance(approximate, str) and approximate == "tanh" else "none"]
+        )

@@ -48,6 +48,10 @@ def _reduced_tokens(losses: Tensor, weights: Tensor, config: LossConfig) -> Tens
         counts = weights.reshape(len(weights), -1).sum(1)
         sums = losses.reshape(len(losses), -1).sum(1)
         loss = torch.where(counts > 0, sums / counts.clamp(min=1e-30), 0.0).sum() / (counts > 0).sum()
+    return _by_weight_sum(loss, weights, config)
+
+
+def _by_weight_sum(loss: Tensor, weights: Tensor, config: LossConfig) -> Tensor:
     return mean_loss(loss, weights.sum()) if config.divide_weight_sum else loss
 
 
@@ -65,7 +69,7 @@ def _divided(total: Tensor, labels: Tensor, weights: Tensor, options: TokenLossO
     elif isinstance(factor, int | float):
         divisor = factor
     loss = mean_loss(total, divisor)
-    return mean_loss(loss, weights.sum()) if config.divide_weight_sum else loss
+    return _by_weight_sum(loss, weights, config)
 
 
 def _options(config: LossConfig, labels: Tensor, vocabulary: int) -> TokenLossOptions:

@@ -50,7 +50,8 @@ def _step(
     """One token, T = 1: (B, H, heads of a key, ...)."""
     batch, _, heads, key_width, value_heads, value_width = sizes
     grouped = (batch, heads, value_heads // heads)
-    state = g.exp().reshape(*grouped, -1, 1) * state.reshape(*grouped, key_width, value_width)
+    decays = key_width if g.dim() == 4 else 1  # of each head
+    state = g.exp().reshape(*grouped, decays, 1) * state.reshape(*grouped, key_width, value_width)
     read = key.reshape(batch, heads, 1, 1, key_width) @ state
     change = beta.reshape(*grouped, 1, 1) * (value.reshape(*grouped, 1, value_width) - read)
     state = torch.addcmul(state, key.reshape(batch, heads, 1, key_width, 1), change)

@@ -63,20 +63,18 @@ def test_every_part_is_native(family) -> None:
 
 
 def test_a_part_of_a_family_that_is_not_native_is_transformers_own(make_pair) -> None:
-    """Pixtral's tower, as in the checkpoints of Pixtral, which takes images of any size in one row."""
-    tower = transformers.PixtralVisionConfig(
-        hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4
+    """MLCD's tower: CLIP's, with rotary positions."""
+    tower = transformers.MLCDVisionConfig(
+        hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=12, patch_size=4
     )
-    settings = {"vision_config": tower.to_dict(), "vision_feature_select_strategy": "full"}
-    ours, theirs = models(make_pair, "llava", **settings)
-    assert type(ours.model.vision_tower) is transformers.PixtralVisionModel
+    ours, theirs = models(make_pair, "llava", vision_config=tower.to_dict())
+    assert type(ours.model.vision_tower) is transformers.MLCDVisionModel
     assert type(ours.model.language_model).__module__ == "easytorch.models.llama"
     assert ours.config.vision_config._attn_implementation == "sdpa"
-    ids = torch.tensor([[5, *[IMAGE_TOKEN] * 4, 7, 8, 3], [6, *[IMAGE_TOKEN] * 6, 4]])
+    ids = torch.tensor([[5, *[IMAGE_TOKEN] * 9, 7, 8], [6, 4, *[IMAGE_TOKEN] * 9, 3]])
     pixels = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
-    given = {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[8, 8], [12, 8]])}
     with torch.no_grad():
-        assert_same(ours(**given), theirs(**given))
+        assert_same(*(model(input_ids=ids, pixel_values=pixels) for model in (ours, theirs)))
 
 
 @pytest.mark.parametrize("family, head", CLASSES)

@@ -28,11 +28,11 @@ _spec.loader.exec_module(everywhere)
 SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 # refuse graphs; and gradients, but for the norms
-WITH_GRADIENTS = ("layer_norm", "rms_norm")
+WITH_GRADIENTS = ("flash", "geglu", "layer_norm", "rms_norm", "swiglu")
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
-        "causal_conv1d", "decode", "flash", "gated_delta_rule", "geglu", "ragged_page_attention", "rotary", "ssm1",
-        "ssm2", "swiglu", *WITH_GRADIENTS,
+        "causal_conv1d", "decode", "gated_delta_rule", "ragged_page_attention", "rotary", "ssm1", "ssm2",
+        *WITH_GRADIENTS,
     )
 ]  # fmt: skip
 FORCED = [
