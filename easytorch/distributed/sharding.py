@@ -67,10 +67,7 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
     if any(hasattr(module, "reshard") for module in model.modules()):
         from easytorch.distributed import fully_sharded
 
-        modules: list[Any] = list(model.modules())
-        for module in modules:
-            if hasattr(module, "reshard"):
-                module.reshard()
+        reshard(model)
         fully_sharded.undo(model)
     full: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -84,6 +81,30 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
 
         undo(model)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered of the parameters: an evaluation leaves some of them so."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The state dict with full tensors on the CPU, gathered one at a time; tied weights stay one tensor.
+
+    Each rank calls this. keep: False on a rank that only takes part, whose tensors are empty.
+    """
+    reshard(model)
+    full: dict[int, torch.Tensor] = {}
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in full:
+            gathered: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
+            full[id(value)] = gathered.detach().cpu() if keep else torch.empty(0)
+        state[name] = full[id(value)]
+    return state
 
 
 @check_types()

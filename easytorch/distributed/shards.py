@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from easytorch.distributed.sharding import reshard
 
 PATTERN = "shard-*.safetensors"
 # A rank serializes one file at a time in memory.
@@ -41,9 +42,7 @@ class ShardsFailedError(RuntimeError):
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a sharded model, its parameters themselves; a tied weight by each of its names."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves some of them gathered
+    reshard(model)
     return {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
 
 

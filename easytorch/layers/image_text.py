@@ -5,12 +5,13 @@ Legend: B batch, T tokens, I images, N features of an image, D hidden size of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import Cache
-from transformers.utils import torch_compilable_check
+from transformers.utils import output_capturing, torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.basics import check_one_input
@@ -41,6 +42,13 @@ def is_token(token: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Te
         return input_ids == token
     embedded = embedding(torch.tensor(token, device=inputs_embeds.device))
     return (inputs_embeds == embedded).all(-1)
+
+
+def with_hidden_states(kwargs: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """The arguments of a tower whose output is to have the hidden states of `layers`, or all, if they are asked for."""
+    # older versions of transformers have no choice of some
+    all_of_them = kwargs.get("output_hidden_states") or not hasattr(output_capturing, "select_hidden_states")
+    return {**kwargs, "return_dict": True, "output_hidden_states": all_of_them or layers}
 
 
 class ImageTextModel(ArgumentsInOrder):

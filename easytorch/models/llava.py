@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
-from transformers.utils import output_capturing
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from easytorch.layers.basics import activation
-from easytorch.layers.image_text import ImageTextHead, ImageTextModel
+from easytorch.layers.image_text import ImageTextHead, ImageTextModel, with_hidden_states
 from easytorch.layers.linear import linear
 from easytorch.protocol.native import NativeImageText
 
@@ -76,10 +75,7 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
         if image_sizes is not None:
             kwargs["image_sizes"] = image_sizes
         layers = [vision_feature_layer] if isinstance(vision_feature_layer, int) else vision_feature_layer or []
-        # older versions of transformers have no choice of some
-        wanted = kwargs.pop("output_hidden_states", None) or not hasattr(output_capturing, "select_hidden_states")
-        kwargs |= {"return_dict": True, "output_hidden_states": wanted or layers}
-        outputs = self.vision_tower(pixel_values, **kwargs)
+        outputs = self.vision_tower(pixel_values, **with_hidden_states(kwargs, layers))
         first = int(vision_feature_select_strategy == "default")
         states = [outputs.hidden_states[layer][:, first:] for layer in layers]
         features = self.multi_modal_projector(torch.cat(states, dim=-1) if len(states) > 1 else states[0])

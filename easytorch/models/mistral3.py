@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3CausalLMOutputWithPast, Mistral3ModelOutputWithPast
-from transformers.utils import output_capturing
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from easytorch.layers.basics import activation
-from easytorch.layers.image_text import ImageTextHead, ImageTextModel
+from easytorch.layers.image_text import ImageTextHead, ImageTextModel, with_hidden_states
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm
 from easytorch.protocol.native import NativeImageText
@@ -90,10 +89,7 @@ class Mistral3Model(ImageTextModel, Mistral3PreTrainedModel):
         if image_sizes is None:
             image_sizes = torch.tensor([pixel_values.shape[-2:]] * pixel_values.shape[0])
         layer = vision_feature_layer if isinstance(vision_feature_layer, int) else (vision_feature_layer or [-1])[0]
-        # older versions of transformers have no choice of some
-        wanted = kwargs.pop("output_hidden_states", None) or not hasattr(output_capturing, "select_hidden_states")
-        kwargs |= {"return_dict": True, "output_hidden_states": wanted or [layer]}
-        outputs = self.vision_tower(pixel_values, image_sizes=image_sizes, **kwargs)
+        outputs = self.vision_tower(pixel_values, image_sizes=image_sizes, **with_hidden_states(kwargs, [layer]))
         features = self.multi_modal_projector(outputs.hidden_states[layer].squeeze(0), image_sizes)
         token = self.vision_tower.patch_size * self.config.spatial_merge_size
         outputs.pooler_output = features.split([int(h) // token * (int(w) // token) for h, w in image_sizes])

@@ -72,8 +72,9 @@ def load_adapter(
         missing = _of_adapter(model, name, getattr(info, "missing_keys", ()))
         shapes = [] if sizes_may_differ else sorted(getattr(info, "mismatched_keys", ()))
         if left or missing or shapes:
-            what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it" if missing else ""
-            if not what:
+            if left or missing:
+                what = f"{left[0]!r} is no part of it" if left else f"{missing[0]!r} is not in it"
+            else:
                 key, stored, wanted = shapes[0]
                 what = f"{key!r} has the shape {tuple(stored)}, and {tuple(wanted)} in the model"
             raise ValueError(f"the adapter of {peft_model_id} is of another model than {type(model).__name__}: {what}")

@@ -238,9 +238,8 @@ def _taken_for_experts(model: PreTrainedModel) -> set[str]:
     experts' projections of transformers 4."""
     require_peft()
     try:
-        tables: Any = importlib.import_module(
-            "peft.utils.transformers_weight_conversion"
-        )  # PEFT imports it when needed
+        # not by the attribute: PEFT imports it when it needs it
+        tables: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
     except ModuleNotFoundError:  # PEFT of before transformers 5
         return set()
     family = getattr(tables, "_MODEL_TO_CONVERSION_PATTERN", {}).get(model.config.model_type)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from easytorch.distributed.mesh import mesh_axis_sizes
-from easytorch.distributed.sharding import mesh_of, shard_model
+from easytorch.distributed.sharding import full_tensors, mesh_of, shard_model
 
 # Checkpoints whose weights are not read tensor by tensor into the parameters.
 _OTHERS = ("gguf_file", "quantization_config", "device_map", "distributed_config", "tp_plan", "tp_size")
@@ -67,17 +67,7 @@ def save_sharded(model: nn.Module, save: Callable[..., Any], kwargs: dict[str, A
 
     mesh = mesh_of(model)
     first = not any(mesh.get_coordinate())
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if hasattr(module, "reshard"):
-            module.reshard()
-    full: dict[int, torch.Tensor] = {}
-    state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in full:  # tied weights stay one tensor
-            gathered: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
-            full[id(value)] = gathered.detach().cpu() if first else torch.empty(0)
-        state[name] = full[id(value)]
+    state = full_tensors(model, keep=first)
     result, error = None, None
     if first:
         try:

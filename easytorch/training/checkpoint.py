@@ -94,17 +94,18 @@ def _read_torch(path: Path, advice: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, ValueError, OSError, EOFError, LookupError, pickle.UnpicklingError) as error:
-        raise _damaged(path, error, advice) from error
+        raise damaged(path, error, advice) from error
 
 
 def _read_json(path: Path, advice: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise _damaged(path, error, advice) from error
+        raise damaged(path, error, advice) from error
 
 
-def _damaged(path: Path, error: Exception, advice: str) -> CheckpointError:
+def damaged(path: Path, error: BaseException, advice: str) -> CheckpointError:
+    """The error to raise for a checkpoint that cannot be read, by the first line of what reading it raised."""
     why = str(error).strip().partition("\n")[0]
     return CheckpointError(f"is damaged, or was not written by this trainer ({why}); {advice}", file=path)
 

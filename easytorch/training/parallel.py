@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from easytorch.distributed.mesh import DATA, make_mesh
-from easytorch.distributed.sharding import shard_model
+from easytorch.distributed.sharding import full_tensors, shard_model
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks
 from easytorch.training.processes import Processes
@@ -51,16 +50,7 @@ class ParallelModel:
         if not self.sharded:
             return self.model
         assert self.original is not None
-        for one in self.model.modules():
-            if isinstance(one, FSDPModule):
-                one.reshard()  # an evaluation leaves some of them gathered
-        full: dict[int, torch.Tensor] = {}
-        weights = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if id(value) not in full:  # tied weights stay one tensor
-                gathered = value.full_tensor() if isinstance(value, DTensor) else value
-                full[id(value)] = gathered.detach().cpu()
-            weights[name] = full[id(value)]
+        weights = full_tensors(self.model)
         with torch.device("meta"):
             model = self.original(self.model.config)
         model.load_state_dict(weights, assign=True)

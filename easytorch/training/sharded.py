@@ -21,7 +21,7 @@ from easytorch.bridge.convert import convert
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.storage.atomic import new_folder
 from easytorch.distributed.shards import ShardsFailedError, load_shards, model_tensors, saved_tensors
-from easytorch.training.checkpoint import OLDER, PROGRESS
+from easytorch.training.checkpoint import OLDER, PROGRESS, damaged
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.optim import load_optimizer
 from easytorch.training.processes import Processes
@@ -80,7 +80,7 @@ def restore(
         try:
             saved = saved_tensors(checkpoint)
         except (SafetensorError, ValueError, KeyError, OSError) as error:
-            raise _damaged(checkpoint, error) from error
+            raise damaged(checkpoint, error, OLDER.format(checkpoint)) from error
         for name, parameter in model.named_parameters():
             if name in steps:
                 found = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
@@ -94,7 +94,7 @@ def restore(
         failed = error.causes
     with processes.together():
         if processes.rank in failed:
-            raise _damaged(checkpoint, failed[processes.rank])
+            raise damaged(checkpoint, failed[processes.rank], OLDER.format(checkpoint))
     bad = nonfinite_parameter(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -121,9 +121,3 @@ def _check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], saved: Mapping[s
                 f"{OLDER.format(checkpoint)}",
                 file=checkpoint,
             )
-
-
-def _damaged(checkpoint: Path, error: BaseException) -> CheckpointError:
-    why = str(error).strip().partition("\n")[0]
-    return CheckpointError(f"is damaged, or was not written by this trainer ({why}); {OLDER.format(checkpoint)}",
-                           file=checkpoint)  # fmt: skip

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.attention import blocked, cpp_call
-from easytorch.kernels.attention.call import TENSORS, AttentionCall, flatten, gradients_by_field, unflatten
+from easytorch.kernels.attention.call import AttentionCall, flatten, gradients_by_field, unflatten
 from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.interop.definition_gradients import by_definition
 from easytorch.kernels.interop.torch_func import transforming
 
 
@@ -37,9 +39,11 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, *tensors = ctx.saved_tensors
-        call = unflatten((*tensors, *ctx.numbers))
         if torch.is_grad_enabled() or transforming():
-            return *_by_definition(ctx.needs_input_grad, grad, query, key, value, call), None
+            inputs = (query, key, value, *tensors)
+            found = by_definition(_definition(ctx.numbers), inputs, ctx.needs_input_grad[: len(inputs)], grad)
+            return *found, *[None] * (len(ctx.numbers) + 1)
+        call = unflatten((*tensors, *ctx.numbers))
         *grads, sinks_grad = torch.ops.easytorch_cpu.flash_backward.default(
             last_dim_contiguous(grad), last_dim_contiguous(query), last_dim_contiguous(key), last_dim_contiguous(value),
             output, logsumexp, *cpp_call.arguments(call), ctx.level,
@@ -49,13 +53,6 @@ class _Flash(torch.autograd.Function):
         return *wanted, *gradients_by_field(named), None
 
 
-def _by_definition(
-    needed: tuple[bool, ...], grad: Tensor, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-) -> list[Tensor | None]:
-    """The gradients, which can be differentiated themselves."""
-    inputs = (query, key, value, *call.tensors)
-    with torch.enable_grad():
-        output = blocked.blockwise(query, key, value, call)
-        pairs = list(zip(inputs, needed, strict=False))
-        found = iter(torch.autograd.grad(output, [x for x, need in pairs if need], grad, create_graph=True))
-    return [*(next(found) if need else None for _, need in pairs), *[None] * (len(call) - TENSORS)]
+def _definition(numbers: tuple[Any, ...]) -> Callable[..., Tensor]:
+    """Attention of query, key, value and the call's tensors, which computes blocks of scores by ATen."""
+    return lambda query, key, value, *tensors: blocked.blockwise(query, key, value, unflatten((*tensors, *numbers)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
+from easytorch.kernels.interop.definition_gradients import by_definition
 from easytorch.kernels.interop.torch_func import transforming
 from easytorch.kernels.layer_norm import native as layer_native
 from easytorch.kernels.rms_norm import native as rms_native
@@ -38,7 +40,8 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled() or transforming():
-            return *_by_definition(ctx, grad, x, weight, bias), None, None, None
+            definition = _definition(ctx.centered, ctx.eps)
+            return *by_definition(definition, (x, weight, bias), ctx.needs_input_grad[:3], grad), None, None, None
         grads = torch.ops.easytorch_cpu.norm_backward.default(
             last_dim_contiguous(grad), last_dim_contiguous(x), vector(weight, x.dtype), vector(bias, x.dtype), ctx.eps,
             ctx.centered, ctx.level,
@@ -47,17 +50,7 @@ class Norm(torch.autograd.Function):
         return *wanted, None, None, None
 
 
-def _by_definition(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> list[Tensor | None]:
-    """The gradients, which can be differentiated themselves."""
-    with torch.enable_grad():
-        if ctx.centered:
-            output = layer_native.layer_norm(x, weight, bias, ctx.eps)
-        else:
-            output = rms_native.rms_norm(x, weight, ctx.eps)
-        inputs = (x, weight, bias)
-        pairs = zip(inputs, ctx.needs_input_grad, strict=False)
-        wanted = [tensor for tensor, needed in pairs if needed and tensor is not None]
-        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+def _definition(centered: bool, eps: float) -> Callable[..., Tensor]:
+    if centered:
+        return lambda x, weight, bias: layer_native.layer_norm(x, weight, bias, eps)
+    return lambda x, weight, bias: rms_native.rms_norm(x, weight, eps)

@@ -3,6 +3,8 @@ are both gradients."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import last_dim_contiguous, refusal_of_one_dtype, takes
 from easytorch.kernels.glu import native
 from easytorch.kernels.glu.native import check_tensors
+from easytorch.kernels.interop.definition_gradients import by_definition
 from easytorch.kernels.interop.torch_func import recording, transforming
 
 # The operator's numbers of the activations; gelu's by its `approximate`.
@@ -93,22 +96,14 @@ class _Unit(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or transforming():
-            return *_by_definition(needed, grad, gate, up, ctx.activation), None, None
+            return *by_definition(_definition(ctx.activation), (gate, up), needed, grad), None, None
         grads = torch.ops.easytorch_cpu.glu_backward.default(
             last_dim_contiguous(grad), last_dim_contiguous(gate), last_dim_contiguous(up), ctx.activation, ctx.level
         )
         return *(found if need else None for found, need in zip(grads, needed, strict=True)), None, None
 
 
-def _by_definition(
-    needed: tuple[bool, ...], grad: Tensor, gate: Tensor, up: Tensor, activation: int
-) -> list[Tensor | None]:
-    """The gradients, which can be differentiated themselves."""
-    with torch.enable_grad():
-        if activation == SILU:
-            output = native.swiglu(gate, up)
-        else:
-            output = native.geglu(gate, up, "tanh" if activation == GELU["tanh"] else "none")
-        wanted = [x for x, need in zip((gate, up), needed, strict=True) if need]
-        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needed]
+def _definition(activation: int) -> Callable[..., Tensor]:
+    if activation == SILU:
+        return native.swiglu
+    return functools.partial(native.geglu, approximate="tanh" if activation == GELU["tanh"] else "none")
