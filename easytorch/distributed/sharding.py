@@ -67,7 +67,10 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
     if any(hasattr(module, "reshard") for module in model.modules()):
         from easytorch.distributed import fully_sharded
 
-        reshard(model)
+        modules: list[Any] = list(model.modules())
+        for module in modules:
+            if hasattr(module, "reshard"):
+                module.reshard()
         fully_sharded.undo(model)
     full: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -83,20 +86,12 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
     return model
 
 
-def reshard(model: nn.Module) -> None:
-    """Frees what FSDP2 has gathered of the parameters: an evaluation leaves some of them so."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
 def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """The state dict with full tensors on the CPU, gathered one at a time; tied weights stay one tensor.
 
-    Each rank calls this. keep: False on a rank that only takes part, whose tensors are empty.
+    Each rank calls this; FSDP2 frees what an evaluation has left gathered when it is asked for a state dict.
+    keep: False on a rank that only takes part, whose tensors are empty.
     """
-    reshard(model)
     full: dict[int, torch.Tensor] = {}
     state = {}
     for name, value in model.state_dict(keep_vars=True).items():

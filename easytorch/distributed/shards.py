@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from easytorch.distributed.sharding import reshard
-
 PATTERN = "shard-*.safetensors"
 # A rank serializes one file at a time in memory.
 _LARGEST_FILE = 2 << 30
@@ -41,8 +39,10 @@ class ShardsFailedError(RuntimeError):
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a sharded model, its parameters themselves; a tied weight by each of its names."""
-    reshard(model)
+    """The state dict of a sharded model, its parameters themselves; a tied weight by each of its names.
+
+    FSDP2 frees what an evaluation has left gathered when it is asked for a state dict.
+    """
     return {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
 
 
