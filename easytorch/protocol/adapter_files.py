@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import re
 import types
 import typing
@@ -78,7 +79,7 @@ def _check_numbers(content: Mapping[str, Any], file: Path) -> None:
     """Ranks are integers of at least 1 and alphas numbers, those of single layers too."""
     for name, of_layers, fits, words in (
         ("r", "rank_pattern", _is_rank, "an integer of at least 1"),
-        ("lora_alpha", "alpha_pattern", _is_number, "a number"),
+        ("lora_alpha", "alpha_pattern", _is_finite, "a finite number"),
     ):
         if name in content and not fits(content[name]):
             raise CheckpointError(f"{name}={content[name]!r} must be {words}; {_REPAIR}", file=file)
@@ -93,6 +94,10 @@ def _is_rank(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
 
 
 def _fits(value: Any, field: Any, hint: Any) -> bool:

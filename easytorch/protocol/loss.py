@@ -49,11 +49,13 @@ def compute_loss(
     """The model's output and its `LossMetrics`; `output.loss` is `metrics.loss`, which has the gradient.
 
     batch: what else the model's forward takes, by name. labels: as its class takes them in transformers; for causal
-    models they are the input tokens where none are given, without padding. loss_config: see `LossConfig`; loss_kwargs:
-    some of its settings for this call, and `shift_labels`. segment_ids (B, T): which of the sequences packed into a row
-    each token belongs to, -1 for padding; they do not attend to each other, and no token predicts another sequence's.
-    mask_info: the same, or a mask, as an object. cache_metadata: what the cache in `past_key_values` was made for,
-    which is checked. The loss of a base model with experts is the load balancing loss alone.
+    models they are the input tokens where none are given, without padding; as in transformers and EasyDeL padding on
+    the left counts as what predicts a row's first token, unless its label is given as ignore_index. loss_config: see
+    `LossConfig`; loss_kwargs: some of its settings for this call, and `shift_labels`. segment_ids (B, T): which of the
+    sequences packed into a row each token belongs to, -1 for padding; they do not attend to each other, and no token
+    predicts another sequence's. mask_info: the same, or a mask, as an object. cache_metadata: what the cache in
+    `past_key_values` was made for, which is checked. The loss of a base model with experts is the load balancing loss
+    alone.
 
     `ValueError` or `TypeError` for settings and labels that do not fit the head.
     """
