@@ -40,7 +40,7 @@ class TransformerMetadata:
         """For a model of `config`."""
         settings: Any = config.get_text_config(decoder=True)
         heads, key_dim, value_dim = sizes_of(settings)
-        padding = pad_token_id if pad_token_id is not None else settings.pad_token_id
+        padding = pad_token_id if pad_token_id is not None else getattr(settings, "pad_token_id", None)
         return cls(
             batch_size=batch_size,
             max_length=max_length,

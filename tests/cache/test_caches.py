@@ -327,3 +327,14 @@ def test_what_does_not_fit_is_one_error():
         llama(IDS, past_key_values=pages)
         llama(IDS[:1], past_key_values=pages)
     assert isinstance(metadata, RaggedPagesMetadata)
+
+
+def test_a_config_without_a_padding_token():
+    """CodeGen's: transformers' own classes keep configs of every age."""
+    config = transformers.CodeGenConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    assert protocol.create_cache_metadata(model, 2, 16).pad_token_id == 0
+    cache = protocol.init_cache(model, 2, 16)
+    with torch.no_grad():
+        expected = model.generate(IDS[:2], **GREEDY)
+        assert torch.equal(model.generate(IDS[:2], past_key_values=cache, **GREEDY), expected)
