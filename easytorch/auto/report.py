@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from easytorch.auto.recognition import is_attention
 from easytorch.layers.attention import OBSERVERS
-from easytorch.protocol.adapters import refuse_names
+from easytorch.protocol.foreign_calls import watch_calls
 from easytorch.protocol.native import NativeModel
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def report_on(
     model.easytorch_report = report  # type: ignore[assignment]
     logger.log(logging.INFO if reason is None else logging.WARNING, "%s", report)
     if not report.native:
-        refuse_names(model)
+        watch_calls(model)
     if layers:
         _FirstForward(model, report, layers)
     return model

@@ -80,6 +80,8 @@ def sizes_of(config: Any) -> tuple[int, int, int]:
     if not heads:
         return 0, 0, 0
     groups = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        groups = 1  # Falcon's and GPTBigCode's word for it; Falcon's newer layers cache their keys for each head
     head_dim = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or config.hidden_size // heads
     value_dim = getattr(config, "v_head_dim", None)
     if value_dim is not None and getattr(config, "qk_rope_head_dim", None) is not None:

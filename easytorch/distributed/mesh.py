@@ -58,6 +58,8 @@ def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
 
 def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> DeviceMesh:
     """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `parse_axes` takes them."""
+    if not isinstance(axes, str | Mapping):
+        raise TypeError(f"axes must be a text as 'fsdp=-1,tp=2', or a mapping of names to sizes, not {axes!r}")
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -28,7 +28,7 @@ module.py            these functions as methods of native models
 The functions here take any model of transformers.
 """
 
-from easytorch.distributed.sharding import gather_model, params_sharding, shard_model
+from easytorch.distributed.sharding import gather_model, mesh_of, params_sharding, shard_model
 from easytorch.protocol.adapter_loading import load_adapter
 from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.base import BaseModuleProtocol
@@ -77,6 +77,7 @@ from easytorch.protocol.state import (
 )
 from easytorch.protocol.train_state import TrainState, load_state, to_state
 
+mesh = mesh_of  # a property of native models
 # The reference's other names of two of them; not in __all__, since `import *` would replace Python's own `float`.
 float = float32
 pure_transform_fn = transform_fn

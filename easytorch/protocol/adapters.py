@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from easytorch.layers.quantized import QuantizedLinear
+from easytorch.protocol.foreign_calls import unwatch_calls, watch_calls
 
 # PEFT's ways to begin that leave the weights alone; the others (pissa, olora, ...) take from the weights what the
 # adapter begins with.
@@ -90,24 +91,10 @@ def add_described_adapters(model: Any, described: Sequence[Sequence[Any]], activ
     model.set_adapter(active)
 
 
-def refuse_names(model: PreTrainedModel) -> None:
-    """Makes a class of transformers' own refuse `adapter_names`, which its forward would take and ignore."""
-    if not hasattr(type(model), "apply_lora_to_layers") and _no_names not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_no_names, with_kwargs=True)
-
-
-def _no_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("adapter_names") is not None:
-        raise ValueError(
-            f"{type(model).__name__} is transformers' own class and does not carry adapter_names, an adapter for each "
-            "row: put the adapters in by peft.PeftModel, or call easytorch.protocol.generate"
-        )
-
-
 def keep_what_adapters_change(model: PreTrainedModel, layers: dict[str, Any], init: bool | str) -> None:
     """Notes what training and `init` change in `model`, for `take_out` to restore."""
     if not adapter_names(model):
-        refuse_names(model)
+        watch_calls(model)
         vars(model)[_REQUIRED] = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     if init not in LEAVES_WEIGHTS:
         kept = vars(model).setdefault(_WEIGHTS, {})
@@ -252,8 +239,9 @@ def take_out(model: PreTrainedModel, *, merged: bool = False) -> None:
     vars(model).pop(_WEIGHTS, None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.is_floating_point()))
-    model._hf_peft_config_loaded = False
+    vars(model).pop("_hf_peft_config_loaded", None)  # False by the class
     vars(model).pop("peft_config", None)
+    unwatch_calls(model)
     # `load_adapter` leaves the renamings of the adapter's file where `save_pretrained` looks for those of the model's.
     kept = vars(model).get("_weight_conversions") or ()
     if any("base_model" in pattern or "lora_" in pattern for one in kept for pattern in one.source_patterns):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from transformers.cache_utils import EncoderDecoderCache, get_layer_types_and_kw
 
 from easytorch.cache import RaggedPagesCache, TransformerCache
 from easytorch.cache.metadata import sizes_of
+from easytorch.cache.transformer import EncoderDecoderTransformerCache
 
+_OWN = (TransformerCache, EncoderDecoderTransformerCache, RaggedPagesCache)
 _ARGUMENTS = ("past_key_values", "cache_params")
 _IN_PAGES = ("full_attention", "sliding_attention")
 # What a config has whose decoder may take an encoder's keys, also where the model is the decoder alone.
@@ -18,7 +21,7 @@ _OF_AN_ENCODER = ("is_encoder_decoder", "add_cross_attention", "decoder_layers",
 _MADE = "make it by init_cache of this model"
 
 
-def check_cache_argument(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def check_cache_argument(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """`check_cache_of` of the cache in the arguments of a call; once for a cache and a config."""
     for name in _ARGUMENTS:
         cache = kwargs.get(name)
@@ -27,6 +30,14 @@ def check_cache_argument(model: PreTrainedModel, kwargs: dict[str, Any]) -> None
             if (checked is None or id(model.config) not in checked) and not torch.compiler.is_compiling():
                 check_cache_of(model, cache)
                 vars(cache).setdefault("_fits", set()).add(id(model.config))
+
+
+def check_own_cache(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """The same of caches that `init_cache` and `init_ragged_pages` make, for a class of transformers' own, which may
+    take caches of its own that say less of themselves."""
+    for name in _ARGUMENTS:
+        if isinstance(kwargs.get(name), _OWN):
+            check_cache_argument(model, {name: kwargs[name]})
 
 
 def check_cache_of(model: PreTrainedModel, cache: Any) -> None:

@@ -12,13 +12,23 @@ from easytorch.argument_types import check_types
 
 @check_types("dtype")
 def to_dtype(model: nn.Module, dtype: torch.dtype | str, change_runtime_dtype: bool = True) -> Any:
-    """Casts the floating parameters and buffers of `model`, which is returned, to `dtype`.
+    """Casts the floating parameters and buffers of `model`, which is returned, to `dtype`; rotary frequencies stay.
+
+    Positions are exact only by frequencies in float32, in which `from_pretrained(dtype=...)` has them too.
 
     dtype: a torch dtype or its name ("bfloat16"). change_runtime_dtype: also make it `config.dtype`, which
     `save_pretrained` writes.
     """
     wanted = dtype_of(dtype)
+    frequencies = [
+        (module, name, one)
+        for module in model.modules()
+        for name, one in module._buffers.items()
+        if one is not None and name.endswith("inv_freq") and one.dtype in (torch.float32, torch.float64)
+    ]
     model.to(wanted)
+    for module, name, one in frequencies:
+        module._buffers[name] = one
     config = getattr(model, "config", None)
     if change_runtime_dtype and config is not None:
         config.dtype = wanted

@@ -49,6 +49,8 @@ _LOG = logging.getLogger(__name__)
 # What of a layer's parameters is LoRA's: the matrices, those of embeddings, DoRA's magnitudes.
 _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 _NAMED = 3
+# Heads that some classes have among the modules of their base model.
+_OF_A_TASK = {"score", "classifier", "qa_outputs"}
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
@@ -70,9 +72,9 @@ def apply_lora_to_layers(
     """Puts an adapter into linear layers of `model`, which is returned; every other parameter is frozen.
 
     lora_rank: the inner size, from 1 to the smaller side of every matrix. lora_pattern: a regular expression that is
-    searched for in the names of linear layers; all of them but the head, gates of one number, and those that PEFT
-    refuses in Mamba or takes for experts, where it is None. rngs: a seed, or a generator one is drawn from. alpha: what
-    the adapter adds counts alpha / rank times; the rank by default, so once.
+    searched for in the names of linear layers; all of them but the head, of a task too, gates of one number, and those
+    that PEFT refuses in Mamba or takes for experts, where it is None. rngs: a seed, or a generator one is drawn from.
+    alpha: what the adapter adds counts alpha / rank times; the rank by default, so once.
     rslora: by alpha / sqrt(rank) instead (arXiv:2312.03732). dora: magnitudes are trained apart (arXiv:2402.09353).
     init: PEFT's `init_lora_weights`; of those that change the weights ("pissa", "olora") the weights are kept, to be
     restored when the adapter is dropped. A second adapter takes another `adapter_name`; the new one is active.
@@ -210,11 +212,13 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         if isinstance(plain, nn.Linear | Conv1D) and plain is not head and not inside:
             found[name] = plain
     if pattern is None:
-        experts = _taken_for_experts(model)
+        left = _taken_for_experts(model) | _OF_A_TASK
+        outside = _outside_the_base(model)
         return {
             name: layer
             for name, layer in found.items()
-            if name.rpartition(".")[2] not in experts
+            if name.rpartition(".")[2] not in left
+            and layer not in outside
             and not _beside_kernels(model, name)
             and getattr(layer, "out_features", 0) != 1
         }
@@ -226,6 +230,13 @@ def _linear_layers(model: PreTrainedModel, pattern: str | None) -> dict[str, nn.
         some = ", ".join(list(found)[:_NAMED])
         raise ValueError(f"no linear layer of {type(model).__name__} has {pattern!r} in its name; they are {some}, ...")
     return wanted
+
+
+def _outside_the_base(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of a task's head: those that a model which predicts no tokens has beside its base model."""
+    if model.get_output_embeddings() is not None:
+        return set()
+    return set(model.modules()) - set(model.base_model.modules())
 
 
 def _beside_kernels(model: PreTrainedModel, name: str) -> bool:

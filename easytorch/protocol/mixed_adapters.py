@@ -40,6 +40,11 @@ class _Rows:
         # an encoder runs before the rows are repeated
         if self.repeats > 1 and args and len(args[0]) != len(names):
             names = [name for name in names for _ in range(self.repeats)]
+        if args and len(args[0]) != len(names):
+            raise ValueError(
+                f"adapter_names has {len(names)} names, and a layer with an adapter gets {len(args[0])} rows: give one "
+                "for each prompt; if there are as many, the class runs tokens as rows, and cannot take a name for each"
+            )
         return args, {**kwargs, "adapter_names": names}
 
 

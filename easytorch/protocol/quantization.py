@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 from typing import Any
@@ -198,10 +199,11 @@ def _found(
     heads: set[Any] = {model.get_output_embeddings(), *_tied(model)}
     layers, stacks = [], {}
     for name, module in model.named_modules():
+        kind: Any = type(module)
         wanted = bool(re.search(config.pattern, name)) if config.pattern is not None else not _LEFT.search(name)
         if not wanted or module in heads:
             continue
-        if isinstance(module, Conv1D) or type(module) is nn.Linear:
+        if isinstance(module, Conv1D) or kind is nn.Linear or _computes_as_linear(kind):
             layers.append(name)
         elif experts:
             own = dict(module.named_parameters(recurse=False))
@@ -210,6 +212,22 @@ def _found(
             ]:
                 stacks[name] = found
     return layers, stacks
+
+
+@functools.cache
+def _computes_as_linear(kind: Any) -> bool:
+    """Whether a class of transformers' models, as Falcon's, gives what `nn.Linear` gives, which a small one shows."""
+    if not issubclass(kind, nn.Linear) or not kind.__module__.startswith("transformers.models."):
+        return False
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            layer, x = kind(6, 4).float(), torch.randn(3, 6)
+            given = layer(x)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):  # a router, made of a config
+        return False
+    own = {name for name, _ in layer.named_parameters()}
+    expected = nn.functional.linear(x, layer.weight, layer.bias)
+    return own == {"weight", "bias"} and isinstance(given, Tensor) and torch.allclose(given, expected, atol=1e-6)
 
 
 def _tied(model: PreTrainedModel) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from easytorch.argument_types import check_types
 from easytorch.protocol.adapters import check_savable
+from easytorch.protocol.cache_checks import check_own_cache
 from easytorch.protocol.dtypes import dtype_of, to_dtype
 from easytorch.protocol.lazy import require_memory
 from easytorch.protocol.mixed_adapters import generate_rows
@@ -64,6 +65,7 @@ def generate(
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
     require_memory(model, "generate")
+    check_own_cache(model, kwargs)
     return generate_by(
         type(model).generate, model, input_ids, generation_config=generation_config, prng_key=prng_key, trace=trace,
         logits_processor=logits_processor, **kwargs,

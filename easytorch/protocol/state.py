@@ -241,7 +241,7 @@ def checked(module: nn.Module, tree: Mapping[str, Any], *, complete: bool | str)
         target = every[name]
         check_value(name, value, target)
         one = first[id(target)]
-        if one in values and values[one] is not value and not torch.equal(values[one], value):
+        if one in values and values[one] is not value and not _equal(values[one], value):
             raise ValueError(f"{name!r} and {named[one]!r} are one tensor in the model, and differ here")
         values[one], named[one] = value, name
     if complete:
@@ -263,7 +263,8 @@ def _merge(model: nn.Module, tree: Mapping[str, Any], *, complete: bool) -> Any:
     for name, value in values.items():
         target = targets[name]
         if target.is_meta:
-            ready[name] = value
+            # an expanded tensor has one number in several places
+            ready[name] = value.clone() if 0 in value.stride() and value.numel() > 1 else value
         elif not _same_memory(value, target):
             ready[name] = value.clone() if value.untyped_storage().data_ptr() in memory else value
     _assign(model, {name: value for name, value in ready.items() if targets[name].is_meta})
@@ -271,6 +272,15 @@ def _merge(model: nn.Module, tree: Mapping[str, Any], *, complete: bool) -> Any:
         if not targets[name].is_meta:
             targets[name].copy_(value)
     return model
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN being one of them."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not one.is_floating_point() or one.is_meta or other.is_meta:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _same_memory(value: torch.Tensor, target: torch.Tensor) -> bool:

@@ -144,6 +144,7 @@ def load_state(folder: str | os.PathLike[str], *, model_class: type[Any]) -> Tra
     model = lazy_init(model_class, _read_config(folder, model_class))
     try:
         _change_layers(model, document)
+        _untie(model, document.params)
         checked(model, {**document.params, **document.buffers}, complete=True)
         _freeze(model, document.frozen)
         if document.optimizer is not None:
@@ -165,6 +166,16 @@ def _read_config(folder: Path, model_class: type[Any]) -> Any:
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"is damaged ({reason}); save the state again", file=folder / CONFIG) from error
+
+
+def _untie(model: nn.Module, saved: State) -> None:
+    """Gives weights that a new model ties tensors of their own, where the state has one for each of their names: they
+    were untied when it was saved, whatever the config says."""
+    first = {id(one): name for name, one in model.named_parameters()}
+    for name, one in list(model.named_parameters(remove_duplicate=False)):
+        if first[id(one)] != name and {name, first[id(one)]} <= saved.keys():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, nn.Parameter(one.detach().clone(), one.requires_grad))
 
 
 def _freeze(model: nn.Module, names: list[str] | None) -> None:

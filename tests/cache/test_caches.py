@@ -338,3 +338,18 @@ def test_a_config_without_a_padding_token():
     with torch.no_grad():
         expected = model.generate(IDS[:2], **GREEDY)
         assert torch.equal(model.generate(IDS[:2], past_key_values=cache, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_pages_of_falcon(newer):
+    """One head of keys for all queries, and Falcon 40B's groups, whose keys are cached for each head."""
+    config = transformers.FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=newer,
+    )  # fmt: skip
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    metadata = protocol.create_paged_metadata(model, 1.0, 4, 16)
+    assert metadata.num_kv_heads == (4 if newer else 1)
+    pages = protocol.init_ragged_pages(model, dataclasses.replace(metadata, num_pages=12))
+    expected = model.generate(IDS.clamp(min=4), **GREEDY)
+    assert torch.equal(model.generate(IDS.clamp(min=4), past_key_values=pages, **GREEDY), expected)

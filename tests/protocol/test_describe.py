@@ -23,6 +23,7 @@ def test_dtypes(model):
     model.float(change_runtime_dtype=False)
     assert model.dtype is torch.float32 and model.config.dtype is torch.float16
     assert model.to_dtype("bfloat16").dtype is torch.bfloat16
+    assert all(one.dtype is torch.float32 for key, one in model.named_buffers() if key.endswith("inv_freq"))
     for wrong in ("bf", torch.int8, None, "Tensor"):
         with pytest.raises(ValueError, match="is no floating dtype of torch"):
             model.to_dtype(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 
 import peft
@@ -403,6 +404,36 @@ def test_without_a_pattern_in_a_new_process(monkeypatch):
     monkeypatch.delitem(sys.modules, "peft.utils.transformers_weight_conversion", raising=False)
     model = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"][1])).apply_lora_to_layers(2)
     assert len(model.split_lora_params()) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
+
+
+TASKS = {
+    "AutoModelForSequenceClassification": [
+        BertConfig(**SIZES), LlamaConfig(**SIZES, pad_token_id=0), transformers.RobertaConfig(**SIZES), T5,
+    ],
+    "AutoModelForQuestionAnswering": [BertConfig(**SIZES), T5],
+    "AutoModelForTokenClassification": [BertConfig(**SIZES)],
+    "AutoModelForImageClassification": [
+        transformers.ViTConfig(image_size=8, patch_size=4, num_hidden_layers=1, hidden_size=32, intermediate_size=48,
+                               num_attention_heads=4, num_labels=3),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("auto", "config"), [(auto, one) for auto, all_ in TASKS.items() for one in all_])
+def test_heads_of_tasks_are_left_out_without_a_pattern(auto, config):
+    """They have as many rows as there are labels."""
+    model = getattr(easytorch, auto).from_config(copy.deepcopy(config))
+    names = set(model.apply_lora_to_layers(4).split_lora_params())
+    assert names and not any(re.search(r"score|classifier|classification_head|qa_outputs", name) for name in names)
+
+
+@pytest.mark.parametrize("source", [easytorch, transformers])
+def test_a_model_is_the_same_after_its_adapter(source):
+    model = source.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    kept, hooks = set(vars(model)), len(model._forward_pre_hooks)
+    protocol.apply_lora_to_layers(model, 2, "q_proj")
+    protocol.unwrap_lora_to_layers(model, merge=False)
+    assert set(vars(model)) == kept and len(model._forward_pre_hooks) == hooks
 
 
 def test_mamba_without_a_pattern():

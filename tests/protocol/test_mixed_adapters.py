@@ -16,6 +16,8 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2VLConfig,
     T5Config,
 )  # fmt: skip
@@ -89,7 +91,7 @@ def test_rows_of_different_adapters(name, tmp_path):
 
 
 WRONG = {
-    "length": (["one"], ValueError, "got 1 and 4"),
+    "length": (["one"], ValueError, "1 names, and a layer with an adapter gets 4 rows"),
     "unknown": (["one", "three", "two", "one"], ValueError, r"no LoRA adapter three; there are \['one', 'two'\]"),
     "text": ("one", TypeError, "adapter's name"),
     "numbers": ([1, 2, 3, 4], TypeError, "adapter's name"),
@@ -150,6 +152,17 @@ def test_a_class_of_transformers_refuses_them_but_generates(name):
     for adapter, rows in (("one", [0, 3]), ("two", [2])):
         model.set_adapter(adapter)
         assert torch.equal(found[rows], model.generate(IDS[rows], **settings))
+
+
+def test_a_class_that_runs_tokens_as_rows_says_so():
+    """OPT's feed-forward network, of transformers' own class."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 1}
+    config = OPTConfig(**sizes)
+    config.num_attention_heads = 4
+    model = OPTForCausalLM(config).eval()
+    protocol.apply_lora_to_layers(model, 4, "fc1", adapter_name="one")
+    with pytest.raises(ValueError, match=r"4 names, and a layer with an adapter gets \d+ rows: .* runs tokens as rows"):
+        protocol.generate(model, IDS, adapter_names=["one", "__base__", "one", "one"], max_new_tokens=1)
 
 
 def test_a_model_that_was_compiled_in_place_is_refused():

@@ -24,7 +24,7 @@ shard_model split_lora_params split_params split_params_dict to_dtype to_state t
 unwrap_lora_to_layers update_inputs_for_generation
 """.split()  # noqa: SIM905 - a page of names
 # Methods under these names are functions under others.
-FUNCTIONS = {"mesh": None, "from_pretrained": None}
+FUNCTIONS = {"from_pretrained": None}
 OF_MODULES = ("get_module_repr", "prettify_nnx", "printify_nnx", "return_type_adjuster")
 
 

@@ -256,6 +256,20 @@ def test_settings():
     assert not model.config.quantization_config.quantize_tensors, "so that it is read again as it is"
 
 
+@pytest.mark.parametrize("native_loader", [True, False])
+def test_a_class_of_linear_layers_that_is_transformers_own(native_loader, tmp_path):
+    """Falcon's, which multiplies and then adds."""
+    config = transformers.FalconConfig(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    source = easytorch if native_loader else transformers
+    model = source.AutoModelForCausalLM.from_config(config).eval()
+    before = model(IDS).logits
+    protocol.quantize(model, "int8")
+    assert (model(IDS).logits - before).norm() / before.norm() < 0.02
+    model.save_pretrained(tmp_path)
+    again = source.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 def test_what_does_not_fit_leaves_the_model_as_it_was():
     model = model_of("llama")
     modules, weights = str(model), {name: one.clone() for name, one in model.named_parameters()}

@@ -320,6 +320,32 @@ def test_a_cache_of_another_model_is_refused(case, kind):
     assert not any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()) if kind != "pages")
 
 
+WINDOW = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_class_of_transformers_takes_no_cache_of_another_model(kind):
+    """Not even of the same sizes: a window would forget tokens that the model attends to."""
+    cache = protocol.init_cache(easytorch.AutoModelForCausalLM.from_config(WINDOW), 2, 12, kind=kind)
+    stock = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
+    bloom = easytorch.AutoModelForCausalLM.from_config(
+        transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    )
+    settings = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
+    for call in (
+        lambda: protocol.generate(stock, IDS, **settings),
+        lambda: protocol.generate(bloom, IDS, **settings),
+        lambda: bloom.generate(IDS, **settings),
+        lambda: bloom(IDS, past_key_values=cache),
+    ):
+        with pytest.raises(ValueError, match=r"layers of sliding_attention, and .* of full_attention"):
+            call()
+    own = protocol.init_cache(stock, 2, 12, kind=kind)
+    given = {**settings, "past_key_values": own, "pad_token_id": 0, "eos_token_id": None}
+    expected = stock.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(protocol.generate(stock, IDS, **given), expected)
+
+
 def test_a_cache_of_an_encoder_decoder_is_refused_by_a_decoder():
     with pytest.raises(ValueError, match="the cache is of a model with an encoder, and LlamaForCausalLM has none"):
         shared("llama")(IDS, past_key_values=cache_of("t5"))

@@ -131,6 +131,25 @@ def test_a_tied_weight_stays_tied():
         model.merge_params_dict(both)
 
 
+def test_a_weight_that_was_untied_stays_so(tmp_path):
+    """Whatever the config says: that is what a refused merge into a tied head advises."""
+    model = build("llama-tied")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.to_state(torch.optim.SGD(model.parameters(), lr=0.1), step=3).save(tmp_path / "state")
+    again = protocol.load_state(tmp_path / "state", model_class=type(model)).model
+    assert torch.equal(again(**batch("llama-tied")).logits, model(**batch("llama-tied")).logits)
+    assert again.lm_head.weight is not again.model.embed_tokens.weight
+
+
+def test_expanded_values_are_numbers_of_their_own():
+    empty = type(build("llama")).lazy_init(copy.deepcopy(MODELS["llama"][1]))
+    given = {name: torch.tensor(0.5).expand(one.shape) for name, one in build("llama").split_params().items()}
+    empty.merge_params(given)
+    with torch.no_grad():
+        empty.model.norm.weight[0] = 2.0
+    assert empty.model.norm.weight[1] == 0.5
+
+
 def test_values_that_are_the_models_own_memory():
     """Two weights exchanged by name: neither may be read after it was written."""
     model = build("llama")
