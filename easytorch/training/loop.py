@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
-from easytorch.training.data import TokenBlocks, step_indices
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
 from easytorch.training.gradients import clip, total_norm
 from easytorch.training.interrupt import StopOnSignal
@@ -28,13 +28,14 @@ from easytorch.training.prepare import (
     check_model,
     find_checkpoint,
     make_model,
-    read_tokens,
-    write_tokens,
+    read_task,
+    write_data,
 )
 from easytorch.training.processes import Processes, find_device, joined
 from easytorch.training.report import ProgressReport
 from easytorch.training.saving import CheckpointSaver
 from easytorch.training.sharded import restore
+from easytorch.training.task import Batch, Task, on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,16 +75,16 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         if processes.first:
             settings = _make_inputs(config, processes.world, checkpoint)
     with processes.together():
-        tokenizer, blocks = read_tokens(config)
+        tokenizer, task = read_task(config)
         model = make_model(config, tokenizer, checkpoint, processes.device)
-        check_model(model, blocks, config)
-    parallel = in_parallel(model, blocks, processes, config)
+        check_model(model, task, config)
+    parallel = in_parallel(model, task, processes, config)
     with processes.together():
         optimizer, state = _make_optimizer(model, config, checkpoint)
     if checkpoint is not None and "optimizer_steps" in state:
         restore(checkpoint, state, model, optimizer, processes)
     saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
-    return _Run(config, processes, tokenizer, blocks, parallel, optimizer, state["step"], saver).run()
+    return _Run(config, processes, tokenizer, task, parallel, optimizer, state["step"], saver).run()
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:
@@ -96,7 +97,7 @@ def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None
     inputs = check_inputs(config, processes)
     for note in inputs.notes:
         print(note, flush=True)
-    write_tokens(config, inputs.texts, checkpoint)
+    write_data(config, inputs.texts, checkpoint)
     return inputs.settings
 
 
@@ -127,14 +128,14 @@ class _Run:
         config: TrainingConfig,
         processes: Processes,
         tokenizer: PreTrainedTokenizerBase,
-        blocks: TokenBlocks,
+        task: Task,
         parallel: ParallelModel,
         optimizer: torch.optim.AdamW,
         step: int,
         saver: CheckpointSaver,
     ) -> None:
-        self.config, self.processes, self.tokenizer, self.blocks, self.model = (
-            config, processes, tokenizer, blocks, parallel.model,
+        self.config, self.processes, self.tokenizer, self.task, self.model = (
+            config, processes, tokenizer, task, parallel.model,
         )  # fmt: skip
         self.share, self.micro = config.share(processes.world)
         self.optimizer, self.step, self.saver = optimizer, step, saver
@@ -156,7 +157,7 @@ class _Run:
             while self.step < config.steps and not interrupted:
                 self._train_step()
                 last = self.step == config.steps
-                if self.blocks.eval_count and (last or self.step % config.eval_every == 0):
+                if self.task.eval_count and (last or self.step % config.eval_every == 0):
                     self._evaluate()
                 interrupted = not last and self.processes.sum(float(stop.asked))[0] > 0
                 if last or interrupted or (config.save_every and self.step % config.save_every == 0):
@@ -172,22 +173,26 @@ class _Run:
         return TrainingResult(self.saver.newest, self.step, interrupted, self.skipped)
 
     def _train_step(self) -> None:
-        """One optimizer step over `batch_size` blocks, of which this process computes its contiguous share."""
+        """One optimizer step over `batch_size` rows, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
         torch.manual_seed(dropout_seed(config.seed, self.step, self.parallel.place))
-        indices = step_indices(self.step, config.batch_size, self.blocks.train_count, config.seed)
+        task = self.task
+        indices = task.indices(self.step, config.batch_size, config.seed)
         first = self.parallel.place * self.share
-        mine = self.blocks.batch(indices[first : first + self.share]).to(self.processes.device)
+        mine = indices[first : first + self.share]
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.parallel.module.train()
-        pieces = mine.split(self.micro)
+        pieces = np.split(mine, len(mine) // self.micro)
+        # Of the batch's targets, and gradients are averaged over the places.
+        targets = task.targets(indices) / self.parallel.places
         total = torch.zeros((), device=self.processes.device)
         for number, piece in enumerate(pieces, start=1):
+            batch = on_device(task.rows(piece), self.processes.device)
             # Gradients are summed over the processes once, with the last piece.
             with self.parallel.backward_of(last=number == len(pieces)):
-                loss = self._loss(self.parallel.module, piece) / len(pieces)
+                loss = self._loss(self.parallel.module, batch) / (targets / task.targets(piece))
                 loss.backward()
             total += loss.detach()
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -244,32 +249,32 @@ class _Run:
             raise NonFiniteError(step, found, advice)
         raise AssertionError("together() raises in every process")
 
-    def _loss(self, module: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean next-token cross entropy of (N, block_size) token ids."""
+    def _loss(self, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The mean loss of a batch of rows, a scalar."""
         autocast = torch.autocast(
             self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"
         )
         with autocast:
-            loss: torch.Tensor = module(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss, _ = self.task.loss(module, batch)
         return loss
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """The mean loss of the held-out blocks, each computed by one process."""
+        """The mean loss of the held-out rows, each computed by one process."""
         self.model.eval()
-        processes, parallel, total, count = self.processes, self.parallel, 0.0, 0
-        first, end = self.blocks.train_count, self.blocks.train_count + self.blocks.eval_count
-        mine = torch.arange(first, end)[parallel.place :: parallel.places]
-        pieces = list(mine.split(self.micro)) if len(mine) else []  # there may be fewer blocks than processes
-        most = math.ceil(math.ceil(self.blocks.eval_count / parallel.places) / self.micro)
+        processes, parallel, task, total, count = self.processes, self.parallel, self.task, 0.0, 0
+        first, end = task.train_count, task.train_count + task.eval_count
+        mine = np.arange(first, end)[parallel.place :: parallel.places]  # there may be fewer rows than processes
+        pieces = [mine[start : start + self.micro] for start in range(0, len(mine), self.micro)]
+        most = math.ceil(math.ceil(task.eval_count / parallel.places) / self.micro)
         # Where a call communicates, each process makes equally many: the result of the last may be unused.
-        spare = [torch.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
-        for indices, counted in [*((piece, len(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
-            tokens = self.blocks.batch(indices.numpy()).to(processes.device)
-            total += float(self._loss(self.model, tokens)) * counted
+        spare = [np.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
+        for indices, counted in [*((piece, task.targets(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
+            batch = on_device(task.rows(indices), processes.device)
+            total += float(self._loss(self.model, batch)) * counted
             count += counted
-        summed, blocks = processes.sum(total, float(count))
-        loss = summed / blocks
+        summed, targets = processes.sum(total, float(count))
+        loss = summed / targets
         if self.report is not None:
             self.report.evaluation(self.step, loss)
         if not math.isfinite(loss):
@@ -288,10 +293,10 @@ class _Run:
         self.saver.save(self.step, self.optimizer)
 
     def _nonfinite_next(self) -> str | None:
-        """The first non-finite value in a forward and backward of one block per process, without dropout, if any."""
+        """The first non-finite value in a forward and backward of one row per process, without dropout, if any."""
         self.model.eval()
-        tokens = self.blocks.batch([self.parallel.place % self.blocks.train_count]).to(self.processes.device)
-        loss = self._loss(self.model, tokens)
+        batch = on_device(self.task.rows(self.task.sample(self.parallel.place)), self.processes.device)
+        loss = self._loss(self.model, batch)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if self.parallel.sharded:  # FSDP2's shards are not leaves of the graph
             loss.backward()
@@ -307,12 +312,12 @@ class _Run:
 
     def _introduce(self) -> None:
         assert self.report is not None
-        config, blocks, processes, kind = self.config, self.blocks, self.processes, type(self.model)
+        config, processes, kind = self.config, self.processes, type(self.model)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
             f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "
             f"vocabulary {len(self.tokenizer)}; "
-            f"{blocks.train_count} blocks of {config.block_size} tokens to train on, {blocks.eval_count} held out; "
+            f"{self.task.describe(config.block_size)}; "
             f"{processes.world} process(es)" + (f" as {config.mesh}" if config.mesh else "") + f" on "
             f"{processes.device.type}, {torch.get_num_threads()} thread(s) each"
             + (f"; resuming after step {self.step}" if self.step else "")

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from easytorch.distributed.mesh import DATA, make_mesh
 from easytorch.distributed.sharding import full_tensors, shard_model
 from easytorch.training.config import TrainingConfig, flag
-from easytorch.training.data import TokenBlocks
 from easytorch.training.processes import Processes
+from easytorch.training.task import Batch, Task, on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +59,7 @@ class ParallelModel:
         return model
 
 
-def in_parallel(
-    model: PreTrainedModel, blocks: TokenBlocks, processes: Processes, config: TrainingConfig
-) -> ParallelModel:
+def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config: TrainingConfig) -> ParallelModel:
     """The model over the mesh of the config: replicas alone by DistributedDataParallel, other axes sharded in place.
 
     To be called before the optimizer is made, of the parameters that this leaves.
@@ -70,7 +68,7 @@ def in_parallel(
         return ParallelModel(model, model)
     axes = config.axes(processes.world)
     if all(size == 1 for name, size in axes.items() if name != "dp"):
-        module = _replicated(model, blocks, processes)
+        module = _replicated(model, task, processes)
         return ParallelModel(model, module, processes.rank, processes.world)
     mesh = processes.mesh = make_mesh(axes, processes.device.type)
     place, places = 0, 1
@@ -89,20 +87,20 @@ def in_parallel(
     return ParallelModel(model, model, place, places, sharded=True, original=original)
 
 
-def _replicated(model: PreTrainedModel, blocks: TokenBlocks, processes: Processes) -> DistributedDataParallel:
+def _replicated(model: PreTrainedModel, task: Task, processes: Processes) -> DistributedDataParallel:
     """The model, of which not every parameter need have a gradient: the loss may not depend on it, and an expert may
     see no token. Without `find_unused_parameters` the second step fails then; where every parameter has one, that costs
     a walk over the graph at each step, and a warning of torch's."""
     with processes.together():
-        unused = _has_unused(model, blocks.batch([processes.rank % blocks.train_count]).to(processes.device))
+        unused = _has_unused(model, task, on_device(task.rows(task.sample(processes.rank)), processes.device))
     find = processes.any(unused)
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=find)
 
 
-def _has_unused(model: PreTrainedModel, tokens: torch.Tensor) -> bool:
-    """Whether a parameter to be trained is not in the graph of the loss of (1, T) `tokens`."""
+def _has_unused(model: PreTrainedModel, task: Task, batch: Batch) -> bool:
+    """Whether a parameter to be trained is not in the graph of the loss of a batch."""
     model.train()
-    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss, _ = task.loss(model, batch)
     seen, found, nodes = set(), set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -19,6 +19,7 @@ from easytorch.training.disk import named_os_errors
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.processes import find_device
 from easytorch.training.resume import check_same, stored_settings
+from easytorch.training.task import Task, TextTask
 from easytorch.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
     return checkpoint
 
 
-def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
+def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
     """The tokenizer and the tokenized text, in the folder `data` of the output; one process makes them."""
     from transformers.utils import logging
 
@@ -94,13 +95,13 @@ def write_tokens(config: TrainingConfig, texts: list[str], checkpoint: Path | No
         np.save(folder / "tokens.npy", tokens)
 
 
-def read_tokens(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, TokenBlocks]:
-    """The files of `write_tokens`, read in every process."""
+def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
+    """The files of `write_data`, read in every process."""
     from transformers import AutoTokenizer
 
     folder = Path(config.output) / "data"
     blocks = TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
-    return AutoTokenizer.from_pretrained(folder), blocks
+    return AutoTokenizer.from_pretrained(folder), TextTask(blocks)
 
 
 def make_model(
@@ -130,10 +131,10 @@ def make_model(
     return cast("PreTrainedModel", model.to(device))
 
 
-def check_model(model: PreTrainedModel, blocks: TokenBlocks, config: TrainingConfig) -> None:
+def check_model(model: PreTrainedModel, task: Task, config: TrainingConfig) -> None:
     """Run the model once, on a few tokens: `ValueError` for a text or sizes that it cannot take."""
     architecture.check_positions(model.config, config.block_size)
-    rows, largest = len(cast("torch.Tensor", model.get_input_embeddings().weight)), blocks.largest_token()
+    rows, largest = len(cast("torch.Tensor", model.get_input_embeddings().weight)), task.largest_token()
     if largest >= rows:
         raise ValueError(
             f"{flag('model')}: its tokenizer gives the token {largest}, and it has embeddings for {rows}: "
