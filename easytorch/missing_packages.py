@@ -15,6 +15,7 @@ _EXTRAS = {
     "gcsfs": "gcs",
     "matplotlib": "train",
     "tokenizers": "train",
+    "lion_pytorch": "train",
     "fastapi": "serve",
     "uvicorn": "serve",
     "jinja2": "serve",

@@ -15,6 +15,7 @@ from easytorch.distributed.mesh import DATA, parse_axes
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "muon": "Muon", "adafactor": "Adafactor"}
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
@@ -73,7 +74,9 @@ class TrainingConfig:
         "wsd": warm-up, stable, decay, arXiv:2404.06395), after `warmup_steps` of linear warm-up.
     decay_steps: of "wsd", the last steps of the run, over which the learning rate falls as 1 - sqrt(share done); None
         means a tenth of the run.
-    weight_decay, beta1, beta2: of AdamW; weight decay applies to matrices, not to norms and biases.
+    optimizer: "adamw", "lion", "muon" (of the matrices of layers; the rest is AdamW's) or "adafactor".
+    weight_decay, beta1, beta2: of the optimizer (Adafactor has no betas, and Muon those of its AdamW); weight decay
+        applies to matrices, not to norms and biases.
     grad_clip: maximum global norm of the gradients; 0 disables clipping.
     seed: of the initial weights, the order of the blocks and dropout.
     dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32.
@@ -108,6 +111,7 @@ class TrainingConfig:
     schedule: str = "cosine"
     warmup_steps: int = 50
     decay_steps: int | None = None
+    optimizer: str = "adamw"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -163,6 +167,9 @@ class TrainingConfig:
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         self._require("seed", 0 <= self.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer == "lion":
+            self._require("learning_rate", self.learning_rate > 0, "above 0 with Lion")
         self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("on_nonfinite", self.on_nonfinite in ON_NONFINITE, f"one of {', '.join(ON_NONFINITE)}")
         known = f"one of {', '.join(CHECKPOINT_FORMATS)}"

@@ -20,7 +20,8 @@ from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite
 from easytorch.training.gradients import clip, total_norm
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
-from easytorch.training.optim import learning_rate, load_optimizer, make_optimizer
+from easytorch.training.optim import learning_rate, load_optimizer
+from easytorch.training.optimizers import make_optimizer
 from easytorch.training.parallel import ParallelModel, in_parallel
 from easytorch.training.plot import plot_loss
 from easytorch.training.prepare import (
@@ -103,7 +104,7 @@ def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None
 
 def _make_optimizer(
     model: PreTrainedModel, config: TrainingConfig, checkpoint: Path | None
-) -> tuple[torch.optim.AdamW, dict[str, Any]]:
+) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """The optimizer, with the moments of a full checkpoint, and the progress that the checkpoint states."""
     optimizer = make_optimizer(model, config)
     if checkpoint is None:
@@ -130,7 +131,7 @@ class _Run:
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         parallel: ParallelModel,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         step: int,
         saver: CheckpointSaver,
     ) -> None:

@@ -10,12 +10,14 @@ import torch
 
 from easytorch.bridge.core.sizes import human_size
 from easytorch.training.architecture import MODEL, REFUSALS
+from easytorch.training.config import OPTIMIZERS as NAMES
+from easytorch.training.optimizers import STATE_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# float32: the weight, its gradient, and AdamW's two moments.
-BYTES_A_PARAMETER = 4 + 4 + 8
+# float32: the weight and its gradient; the optimizer's state comes on top.
+BYTES_A_WEIGHT = 4 + 4
 
 
 def count_parameters(architecture: PreTrainedConfig) -> int:
@@ -30,19 +32,23 @@ def count_parameters(architecture: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def needed(parameters: int, processes: int, on_gpu: bool, available: int | None, shards: int = 1) -> str:
+def needed(
+    parameters: int, processes: int, on_gpu: bool, available: int | None, shards: int = 1, optimizer: str = "adamw"
+) -> str:
     """One line with the memory per process and in total; `ValueError` where the machine has less.
 
     shards: over how many processes each tensor is sharded. available: bytes of the CPU's memory, which processes
     share, or of one GPU's, of which each has its own.
     """
     # each process loads every weight before it keeps its shard
-    each = max(parameters * BYTES_A_PARAMETER // shards, parameters * 4)
+    bytes_a_parameter = BYTES_A_WEIGHT + STATE_BYTES[optimizer]
+    each = max(parameters * bytes_a_parameter // shards, parameters * 4)
     over = f", over {shards} shards" if shards > 1 else ""
     total = each if on_gpu else each * processes
     words = (
         f"{parameters / 1e6:,.2f} M parameters take {human_size(each)} of memory in each of {processes} process(es) "
-        f"(weights, gradients and AdamW: {BYTES_A_PARAMETER} bytes per parameter{over}), and activations come on top"
+        f"(weights, gradients and {NAMES[optimizer]}: {bytes_a_parameter} bytes per parameter{over}), "
+        f"and activations come on top"
     )
     if available is not None and total > available:
         raise ValueError(
@@ -77,6 +83,9 @@ def _container_limit() -> int | None:
     return None
 
 
-def describe(architecture: PreTrainedConfig, processes: int, device: torch.device, shards: int = 1) -> str:
+def describe(
+    architecture: PreTrainedConfig, processes: int, device: torch.device, shards: int = 1, optimizer: str = "adamw"
+) -> str:
     """`needed` for this architecture on this device."""
-    return needed(count_parameters(architecture), processes, device.type == "cuda", available_bytes(device), shards)
+    parameters = count_parameters(architecture)
+    return needed(parameters, processes, device.type == "cuda", available_bytes(device), shards, optimizer)

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and the learning rate as a function of the step."""
+"""The state of an optimizer as checkpoints hold it, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from easytorch.training.config import TrainingConfig
 from easytorch.training.finite import nonfinite_values
-
-
-def make_optimizer(model: torch.nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors (norms, biases) alone; the fused kernel, on CPU too.
-
-    Fused kernels take DTensors or plain tensors, not both, which tensor parallelism alone has.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        **({"fused": True} if len({isinstance(p, DTensor) for p in parameters}) == 1 else {"foreach": False}),
-    )
+from easytorch.training.optimizers import state_shapes
 
 
 def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -105,10 +88,10 @@ def _check_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any], abse
             if moments and place not in absent:  # a run that has only skipped steps has none at all
                 raise ValueError(f"its optimizer state lacks parameter {number}")
             continue
-        for name, shape in (("step", ()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):
+        for name, shape in state_shapes(optimizer, parameter).items():
             moment = own.get(name)
-            if not isinstance(moment, torch.Tensor) or moment.shape != shape:
-                raise ValueError(f"its {name} of parameter {number} does not have the shape {tuple(shape)}")
+            if not isinstance(moment, torch.Tensor) or tuple(moment.shape) != shape:
+                raise ValueError(f"its {name} of parameter {number} does not have the shape {shape}")
             if nonfinite_values(moment):
                 raise ValueError(f"its {name} of parameter {number} has values that are not finite")
 

@@ -17,6 +17,7 @@ from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks, read_texts, split_blocks, tokenize
 from easytorch.training.disk import named_os_errors
 from easytorch.training.finite import nonfinite_parameter
+from easytorch.training.optimizers import check_installed
 from easytorch.training.processes import find_device
 from easytorch.training.resume import check_same, stored_settings
 from easytorch.training.task import Task, TextTask
@@ -41,6 +42,7 @@ class Inputs:
 def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     """Checks what can be checked before anything is created: `ValueError` or `OSError`."""
     config.share(processes)
+    check_installed(config.optimizer)
     device = find_device(config.device)
     checkpoint = find_checkpoint(config)
     texts = read_texts(config.text)
@@ -60,7 +62,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
             notes.append("the model's vocab_size is not used: the tokenizer's is, set by --vocab-size")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
     axes = config.axes(processes)
-    notes.append(memory.describe(model, processes, device, axes.get("fsdp", 1) * axes.get("tp", 1)))
+    notes.append(memory.describe(model, processes, device, axes.get("fsdp", 1) * axes.get("tp", 1), config.optimizer))
     return Inputs(texts, settings, notes)
 
 

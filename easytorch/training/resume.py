@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from easytorch.training.config import TrainingConfig
+
+# What a checkpoint of before a setting was trained with.
+_DEFAULTS = {item.name: item.default for item in dataclasses.fields(TrainingConfig)}
 
 
 def fingerprint(texts: Sequence[str]) -> str:
@@ -29,7 +33,7 @@ def stored_settings(config: TrainingConfig, processes: int, texts: Sequence[str]
 
 def check_same(stored: dict[str, Any], now: dict[str, Any], change: Sequence[str], checkpoint: str) -> list[str]:
     """Notes on the differences that `change` allows. `ValueError` naming all others."""
-    differing = {name: _difference(name, stored.get(name), now[name]) for name in now}
+    differing = {name: _difference(name, stored.get(name, _DEFAULTS.get(name)), now[name]) for name in now}
     found = {name: words for name, words in differing.items() if words}
     refused = [words for name, words in found.items() if name not in change]
     if refused:

@@ -24,6 +24,7 @@ from easytorch.distributed.shards import ShardsFailedError, load_shards, model_t
 from easytorch.training.checkpoint import OLDER, PROGRESS, damaged
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.optim import load_optimizer
+from easytorch.training.optimizers import state_shapes
 from easytorch.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -37,11 +38,9 @@ def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
     """(name in a checkpoint -> moment, sharded as its weight; name of a weight -> its number of optimizer steps)."""
     tensors, steps = {}, {}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if key == "step":
-                steps[name] = float(value)
-            else:
-                tensors[f"{_MOMENTS}{key}.{name}"] = value
+        if own := optimizer.state.get(parameter):
+            steps[name] = float(own.get("step", 0.0))  # Muon and Lion count none
+            tensors |= {f"{_MOMENTS}{key}.{name}": value for key, value in own.items() if key != "step"}
     return tensors, steps
 
 
@@ -83,9 +82,10 @@ def restore(
             raise damaged(checkpoint, error, OLDER.format(checkpoint)) from error
         for name, parameter in model.named_parameters():
             if name in steps:
-                found = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
+                shapes = state_shapes(optimizer, parameter)
+                found = {key: _zeros(parameter, shape) for key, shape in shapes.items() if key != "step"}
                 tensors |= {f"{_MOMENTS}{key}.{name}": value for key, value in found.items()}
-                own[name] = {"step": torch.tensor(float(steps[name])), **found}
+                own[name] = {**({"step": torch.tensor(float(steps[name]))} if "step" in shapes else {}), **found}
         _check_fit(checkpoint, tensors, saved)
     failed: dict[int, BaseException] = {}
     try:
@@ -108,6 +108,10 @@ def restore(
     with processes.together():
         if bad is not None or why:
             raise CheckpointError(f"cannot be resumed from: {bad or why}; {OLDER.format(checkpoint)}", file=checkpoint)
+
+
+def _zeros(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros_like(parameter.detach()) if shape == parameter.shape else parameter.detach().new_zeros(shape)
 
 
 def _check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:

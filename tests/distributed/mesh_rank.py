@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import easytorch
 from easytorch.distributed import (
@@ -26,6 +26,7 @@ from easytorch.distributed import (
 from easytorch.distributed.sharding import data_mesh
 from easytorch.training import TrainingConfig
 from easytorch.training.loop import train_among
+from easytorch.training.muon import MuonWithAdamW
 from easytorch.training.processes import Processes
 from tests.models.families import FAMILIES
 from tests.processes import leave_group
@@ -159,6 +160,25 @@ def check_order_of_shards() -> None:
             assert from_placements(shard.placements, mesh, 2) == axes
 
 
+def check_muon() -> None:
+    """Muon of a sharded matrix, AdamW of a sharded vector: what one process computes, to rounding."""
+    mesh = make_mesh("fsdp=2,tp=2")
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(shape, generator=generator) for shape in ((8, 12), (8,), (8, 12), (8,))]
+    steps = []
+    for shard in (lambda one: one, lambda one: distribute_tensor(one, mesh, [Shard(0)] * 2)):
+        weight, bias, *gradients = (shard(one.clone()) for one in values)
+        weight.grad, bias.grad = gradients
+        optimizer = MuonWithAdamW(
+            [weight], [{"params": [bias], "weight_decay": 0.0}], lr=0.1, weight_decay=0.2, betas=(0.9, 0.95)
+        )
+        for _ in range(2):
+            optimizer.step()
+        steps.append([full(weight), full(bias), full(optimizer.state[weight]["momentum_buffer"])])
+    for found, expected in zip(*steps, strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 1e-6, (found, expected)
+
+
 def check_refusals() -> None:
     mesh = make_mesh("fsdp=2,tp=2")
     refused("the mesh has pp=4", lambda: make("llama").shard_model(mesh=make_mesh("pp=4")))
@@ -179,6 +199,7 @@ if __name__ == "__main__":
         check_training(*one)
     check_uneven()
     check_order_of_shards()
+    check_muon()
     check_refusals()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for path in sys.argv[1:]:

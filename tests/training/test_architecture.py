@@ -80,7 +80,7 @@ def test_the_memory_of_a_model_is_counted():
     optimizer.step()
     moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
     held = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *moments]
-    assert sum(t.nbytes for t in held) == 110 * memory.BYTES_A_PARAMETER
+    assert sum(t.nbytes for t in held) == 110 * (memory.BYTES_A_WEIGHT + memory.STATE_BYTES["adamw"])
 
 
 def test_more_than_there_is_is_refused_before_it_is_taken():

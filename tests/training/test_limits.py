@@ -17,7 +17,8 @@ from easytorch.training.architecture import check_architecture, check_positions
 from easytorch.training.config import LARGEST_COUNT, LARGEST_SEED, NOT_COMPARED
 from easytorch.training.data import read_texts, split_blocks, tokenize
 from easytorch.training.metrics import read_metrics
-from easytorch.training.optim import learning_rate, make_optimizer
+from easytorch.training.optim import learning_rate
+from easytorch.training.optimizers import make_optimizer
 from easytorch.training.plot import _smoothed
 from easytorch.training.processes import OtherProcessError, Processes
 
@@ -73,7 +74,7 @@ def test_a_run_without_any_default_does_what_its_settings_say(settings, capsys):
         micro_batch_size=4, steps=7, eval_every=3, log_every=2, save_every=2, keep_checkpoints=3, warmup_steps=1,
         learning_rate=3e-3, min_learning_rate=1e-3, weight_decay=0.3, beta1=0.8, beta2=0.9, grad_clip=0.5, seed=11,
         eval_fraction=0.1, attn_implementation="sdpa", mesh="dp=1", on_nonfinite="skip",
-            checkpoint_format="full",
+        checkpoint_format="full", optimizer="muon",
     )  # fmt: skip
     defaults = TrainingConfig(text=("a",), output="b")
     same = [name for name in vars(config) if getattr(config, name) == getattr(defaults, name)]
@@ -142,7 +143,7 @@ def test_a_block_of_exactly_the_positions_is_taken():
 
 
 def test_the_memory_that_there_is_may_be_taken_whole(settings):
-    each = 10 * memory.BYTES_A_PARAMETER
+    each = 10 * (memory.BYTES_A_WEIGHT + memory.STATE_BYTES["adamw"])
     for processes, on_gpu, shards, total in ((1, False, 1, each), (3, False, 1, 3 * each), (3, True, 1, each)):
         assert "0.00 M parameters" in memory.needed(10, processes, on_gpu, total, shards)
         with pytest.raises(ValueError, match="a GPU has" if on_gpu else "this machine has"):

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easytorch.training.optim import learning_rate, make_optimizer
+from easytorch.training.optim import learning_rate
+from easytorch.training.optimizers import make_optimizer
 
 
 def test_matrices_decay_and_vectors_do_not(settings):

@@ -124,6 +124,13 @@ def test_a_changed_optimizer_setting_is_taken(trained):
     assert all(tuple(group["betas"]) == (0.9, 0.5) for group in groups)
 
 
+def test_a_setting_that_the_checkpoint_does_not_know_had_its_default():
+    now = {"optimizer": "lion", "text": {"files": ["x"], "sha256": "1"}}
+    with pytest.raises(ValueError, match="--optimizer is 'lion', and it had 'adamw'"):
+        check_same({"text": now["text"]}, now, (), "c")
+    assert check_same({"text": now["text"]}, {**now, "optimizer": "adamw"}, (), "c") == []
+
+
 def test_without_a_checkpoint_it_says_that_it_begins(settings, capsys):
     train(settings(steps=1, resume=True))
     assert "has no checkpoint to resume: this run starts from the beginning" in capsys.readouterr().out
