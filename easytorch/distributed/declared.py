@@ -17,6 +17,10 @@ from easytorch.distributed.rules import PartitionRules, specs_by_rules
 from easytorch.distributed.specs import PartitionSpec, axis_names, entry
 
 
+# The styles of a plan of expert parallelism: stacked weights, and the module that has them.
+STACKED, DISPATCHED = "grouped_gemm", "ep_dispatch_experts"
+
+
 class Declared(NamedTuple):
     """The spec of a parameter; parts: how many tensors its sharded dimension holds one after the other, each of which
     is sharded by itself (gate and up projection: 2)."""
@@ -26,9 +30,10 @@ class Declared(NamedTuple):
 
 
 def declared_sharding(model: nn.Module) -> dict[str, Declared]:
-    """Parameter name -> its sharding by the model's plans: axis "tp" by `tp_plan`, "ep" by `ep_plan`."""
+    """Parameter name -> its sharding by the model's plans: axis "tp" by `tp_plan`, experts over "ep" by `ep_plan`."""
     found = {}
-    plans = {"tp": expanded_plan(model, "tp_plan"), "ep": expanded_plan(model, "ep_plan")}
+    stacked = {name: style for name, style in expanded_plan(model, "ep_plan").items() if style == STACKED}
+    plans = {"tp": expanded_plan(model, "tp_plan"), "ep": stacked}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_axis = {axis: by_style(plan.get(name), parameter.ndim) for axis, plan in plans.items()}
         entries = [entry(axis for axis, (dim, _) in by_axis.items() if dim == index) for index in range(parameter.ndim)]
@@ -85,7 +90,7 @@ def by_style(style: str | None, ndim: int) -> tuple[int | None, int]:
         return None, 1
     if style.startswith("embedding_"):
         return (0 if style == "embedding_rowwise" else 1), 1
-    if style == "grouped_gemm":
+    if style == STACKED:
         return 0, 1
     parts = 2 if style.startswith("packed_") and ndim > 1 else 1
     if style.removeprefix("packed_").startswith("colwise"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -12,19 +12,26 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from easytorch.distributed.declared import generic_name
+from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
 AXIS = "fsdp"
 
 
-def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, PartitionSpec]) -> None:
+def shard_fully(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    rules: Mapping[str, PartitionSpec],
+    experts: Sequence[nn.Module] = (),
+    mesh_of_experts: DeviceMesh | None = None,
+) -> None:
     """Shard each parameter over "fsdp", on the dimension that a rule names or else the first.
 
-    mesh: of "fsdp", of "dp" and "fsdp", or of "dp", over which each parameter is replicated. Layers are groups of
-    their own, gathered for their forward and again for their backward; the rest is one group, which stays gathered in
-    between.
+    mesh: of "fsdp", of replicas and "fsdp", or of replicas alone. Layers are groups of their own, gathered for their
+    forward and again for their backward; the rest is one group, which stays gathered in between.
+    experts: modules that are divided over another axis, groups of their own over `mesh_of_experts`, None for one rank.
     """
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    sizes = mesh_axis_sizes(mesh)
     dims: dict[int, Shard] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), 0)
@@ -33,15 +40,25 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, Partitio
             if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
                 raise ValueError(f"{name}: {why}")
         dims[id(parameter)] = Shard(dim)
-    groups = [*fsdp_groups(model), model]
-    if AXIS not in sizes:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
+    divided = {one for module in experts for one in module.parameters()}
+    for module in experts:
+        if mesh_of_experts is not None:
+            _shard_group(module, mesh_of_experts, dims, set())
+    for module in [*fsdp_groups(model), model]:
+        if module not in experts:
+            _shard_group(module, mesh, dims, divided)
 
-        for module in groups:
-            replicate(module, mesh=mesh)
+
+def _shard_group(
+    module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]
+) -> None:
+    """Make the parameters below `module` that are in no group yet one group; ignored: those that are to be in none."""
+    if AXIS in (mesh.mesh_dim_names or ()):
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored)
         return
-    for module in groups:
-        fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)))
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, ignored_params=ignored)
 
 
 def fsdp_groups(model: nn.Module) -> list[nn.Module]:

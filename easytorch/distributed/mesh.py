@@ -14,11 +14,11 @@ AXES = {
     "dp": "replicas of the model, each with its own data",
     "fsdp": "shards of each weight, gathered where they are used; each rank has its own data",
     "pp": "stages of layers",
-    "ep": "shards of the experts",
+    "ep": "shards of the experts; each rank has its own data",
     "tp": "shards of each matmul; the ranks have the same data",
     "sp": "shards of each sequence",
 }
-DATA = ("dp", "fsdp")
+DATA = ("dp", "fsdp", "ep")  # axes whose ranks have data of their own
 
 
 def mesh_axis_sizes(mesh: Any) -> dict[str, int]:

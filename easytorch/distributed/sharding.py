@@ -23,14 +23,15 @@ def shard_model(
     """`model`, sharded in place over the axes of `mesh`; each rank calls this; weights are broadcast from rank 0.
 
     Tensor parallelism over "tp" by the plan that the model declares, FSDP2 over "fsdp" and replicas over "dp", whose
-    ranks pass their own part of a batch and get gradients averaged over them. Without a mesh, or with one of a single
+    ranks pass their own part of a batch and get gradients averaged over them. So do those of "ep", over which the
+    experts are divided, and nothing else. Without a mesh, or with one of a single
     device, it is unchanged.
 
     partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter decides how it is
     stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
     computation needs, the parameter is redistributed for each use: the results are the same.
-    uneven: a dimension that does not divide over "tp" is an error ("error"), or its attention, feed-forward network or
-    embedding is replicated on every rank ("replicate").
+    uneven: a dimension that does not divide over "tp", or experts over "ep", is an error ("error"), or its attention,
+    feed-forward network, experts or embedding are replicated on every rank ("replicate").
     """
     if uneven not in ("error", "replicate"):
         raise ValueError(f"uneven must be 'error' or 'replicate', got {uneven!r}")
@@ -52,10 +53,15 @@ def shard_model(
         from easytorch.distributed.tensor_parallel import parallelize
 
         parallelize(model, mesh["tp"] if mesh.ndim > 1 else mesh, rules, replicate=uneven == "replicate")
-    if (data := data_mesh(mesh)) is not None:
+    experts: list[nn.Module] = []
+    if sizes.get("ep", 1) > 1:
+        from easytorch.distributed.expert_parallel import parallelize_experts
+
+        experts = parallelize_experts(model, mesh, rules, replicate=uneven == "replicate")
+    if (replicas := gradient_mesh(mesh)) is not None:
         from easytorch.distributed.fully_sharded import shard_fully
 
-        shard_fully(model, data, rules)
+        shard_fully(model, replicas, rules, experts, gradient_mesh(mesh, ("dp",)))
     return model
 
 
@@ -79,6 +85,10 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
                 if id(one) not in full:
                     full[id(one)] = nn.Parameter(one.full_tensor().detach(), one.requires_grad)
                 module._parameters[name] = full[id(one)]
+    if "_applied_ep_plan" in model.__dict__:
+        from easytorch.distributed import expert_parallel
+
+        expert_parallel.undo(model)
     if "_applied_tp_plan" in model.__dict__:
         from easytorch.distributed.tensor_parallel import undo
 
@@ -114,16 +124,37 @@ def mesh_of(model: nn.Module) -> Any:
     return next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
 
 
-def data_mesh(mesh: Any) -> Any:
-    """The submesh over which the batch is split, ("dp", "fsdp") or one of them; None for one rank."""
+def gradient_mesh(mesh: Any, replicas: tuple[str, ...] = ("dp", "ep")) -> Any:
+    """The submesh over which gradients are averaged: one axis for all of `replicas`, and "fsdp"; None for one rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     sizes = mesh_axis_sizes(mesh)
-    names = tuple(name for name in DATA if name in sizes)
-    if all(sizes[name] == 1 for name in names):
+    names = tuple(name for name in replicas if sizes.get(name, 1) > 1)
+    if not names and sizes.get("fsdp", 1) == 1:
         return None
-    names = tuple(name for name in names if name == "fsdp" or sizes[name] > 1)
     if mesh.ndim == 1:
         return mesh
-    return mesh[names if len(names) > 1 else names[0]]
+    parts = []
+    if names:
+        parts.append(mesh[names]._flatten() if len(names) > 1 else mesh[names[0]])
+    if "fsdp" in sizes:
+        parts.append(mesh["fsdp"])
+    if len(parts) == 1:
+        return parts[0]
+    if names == ("dp",):
+        return mesh["dp", "fsdp"]
+    if not hasattr(DeviceMesh, "_concatenate"):
+        raise NotImplementedError(f"a mesh with the axes fsdp and {', '.join(names)} needs torch 2.10 or later")
+    return DeviceMesh._concatenate(parts)
+
+
+def data_place(mesh: Any) -> tuple[int, int]:
+    """(the place of this rank among those that have data of their own, their number)."""
+    place, places = 0, 1
+    for name, size in mesh_axis_sizes(mesh).items():
+        if name in DATA:
+            place, places = place * size + mesh.get_local_rank(name), places * size
+    return place, places
 
 
 def _devices_of(mesh: Any) -> int:

@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
     }
     apply_tensor_parallelism(model, ranks, styles)
     for name, of_module in reads.items():
-        _read_through(modules[name], of_module)
+        read_through(modules[name], of_module)
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
@@ -164,7 +164,7 @@ class _SumOfGradients(torch.autograd.Function):
         return total, None
 
 
-def _read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
+def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
     """Make the module's forward see its parameters through `reads`."""
     forward = module.forward
 

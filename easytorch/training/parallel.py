@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from easytorch.distributed.mesh import DATA, make_mesh
-from easytorch.distributed.sharding import full_tensors, shard_model
+from easytorch.distributed.mesh import make_mesh
+from easytorch.distributed.sharding import data_place, full_tensors, shard_model
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.processes import Processes
 from easytorch.training.task import Batch, Task, on_device
@@ -71,9 +71,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         module = _replicated(model, task, processes)
         return ParallelModel(model, module, processes.rank, processes.world)
     mesh = processes.mesh = make_mesh(axes, processes.device.type)
-    place, places = 0, 1
-    for name in (name for name in DATA if name in axes):
-        place, places = place * axes[name] + mesh.get_local_rank(name), places * axes[name]
+    place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     original, wrong = type(model), None

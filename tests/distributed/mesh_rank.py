@@ -23,7 +23,7 @@ from easytorch.distributed import (
     partition_specs,
     to_placements,
 )
-from easytorch.distributed.sharding import data_mesh
+from easytorch.distributed.sharding import data_place
 from easytorch.training import TrainingConfig
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
@@ -47,6 +47,10 @@ CASES: list[tuple[str, str, Any]] = [
     ("llama", "fsdp=2,tp=2", DENSE_RULES),
     ("qwen3_moe", "dp=2,fsdp=-1", None),
     ("qwen3_moe", "fsdp=2,tp=2", EXPERT_RULES),
+    ("qwen3_moe", "dp=2,ep=2", None),
+    ("deepseek_v3", "fsdp=2,ep=2", None),
+    ("qwen3_moe", "ep=2,tp=2", None),
+    ("gpt_oss", "ep=-1", None),
 ]
 
 
@@ -60,13 +64,8 @@ def make(family: str, **settings: Any) -> Any:
 
 def own_rows(mesh: Any) -> torch.Tensor:
     """This rank's rows of a batch: those of its place along the data axes."""
-    data = data_mesh(mesh)
-    if data is None:
-        return IDS
-    place = 0
-    for axis, size in enumerate(data.shape):
-        place = place * size + data.get_local_rank(axis)
-    return IDS.chunk(data.size())[place]
+    place, places = data_place(mesh)
+    return IDS.chunk(places)[place]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
