@@ -16,7 +16,6 @@ from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 from easytorch.distributed.specs import PartitionSpec, axis_names, entry
 
-
 # The styles of a plan of expert parallelism: stacked weights, and the module that has them.
 STACKED, DISPATCHED = "grouped_gemm", "ep_dispatch_experts"
 

@@ -97,8 +97,8 @@ def _divide(module: Any, mesh: DeviceMesh, experts: int, size: int) -> None:
         if parameter is None:
             continue
         tensor_parallel = parameter if isinstance(parameter, DTensor) else None
-        local = parameter.detach() if tensor_parallel is None else tensor_parallel.detach().to_local()
-        part = local.chunk(size)[ranks.get_local_rank()].clone()
+        local = parameter if tensor_parallel is None else tensor_parallel.to_local()
+        part = local.detach().chunk(size)[ranks.get_local_rank()].clone()
         shard = DTensor.from_local(
             part,
             ranks if tensor_parallel is None else mesh[AXIS, "tp"],
@@ -122,11 +122,11 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
     """
 
     def read(parameter: Tensor) -> Tensor:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local = _Scaled.apply(local, factor)  # type: ignore[no-untyped-call]
         if tensor_parallel is None:
             return local
-        shape = (local.shape[0], *parameter.shape[1:])
+        shape = torch.Size((local.shape[0], *parameter.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         placed: Tensor = DTensor.from_local(
             local, tensor_parallel.device_mesh, tensor_parallel.placements, run_check=False, shape=shape, stride=stride
@@ -176,9 +176,7 @@ class _AllToAll(torch.autograd.Function):
     """Its gradient travels the other way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, to_send: list[int], to_receive: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, to_send: list[int], to_receive: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.back = to_receive, to_send, group
         received = rows.new_empty(sum(to_receive), rows.shape[1])
         dist.all_to_all_single(received, rows.contiguous(), to_receive, to_send, group=group)

@@ -49,16 +49,16 @@ def shard_fully(
             _shard_group(module, mesh, dims, divided)
 
 
-def _shard_group(
-    module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]
-) -> None:
+def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]) -> None:
     """Make the parameters below `module` that are in no group yet one group; ignored: those that are to be in none."""
     if AXIS in (mesh.mesh_dim_names or ()):
         fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored)
         return
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
+    kind = type(module).__name__
     replicate(module, mesh=mesh, ignored_params=ignored)
+    type(module).__name__ = f"FSDP{kind}"  # the prefix that transformers leaves out of a config's `architectures`
 
 
 def fsdp_groups(model: nn.Module) -> list[nn.Module]:

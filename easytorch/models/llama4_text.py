@@ -115,6 +115,12 @@ class Llama4PreTrainedModel(NativeMoeDecoder):
 
 
 class Llama4TextModel(DecoderBackbone, Llama4PreTrainedModel):
+    # transformers' experts take tokens that are scaled already, and so have no plan
+    _ep_plan = {  # noqa: RUF012
+        "layers.*.feed_forward.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.feed_forward.experts.down_proj": "grouped_gemm",
+        "layers.*.feed_forward.experts": "ep_dispatch_experts",
+    }
     layer_class = Llama4TextDecoderLayer
     rotary_class = Float32RotaryEmbedding
     output_class = MoeModelOutputWithPast

@@ -88,8 +88,8 @@ class TrainingConfig:
         process writes its own part; "auto" is sharded where the mesh shards the weights. Any mesh resumes both.
     async_checkpoint: a sharded checkpoint is copied to the CPU's memory and written while training goes on.
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
-        gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer; one size may be -1, the rest. None means
-        "dp=-1".
+        gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of
+        each layer; one size may be -1, the rest. None means "dp=-1".
     on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step is skipped and the run
         continues ("skip"), up to ten in a row. A checkpoint is written only if the weights give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.

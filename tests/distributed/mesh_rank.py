@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import easytorch
@@ -21,6 +22,7 @@ from easytorch.distributed import (
     make_mesh,
     params_sharding,
     partition_specs,
+    shard_model,
     to_placements,
 )
 from easytorch.distributed.sharding import data_place
@@ -144,6 +146,47 @@ def check_uneven() -> None:
             assert error < 1e-5, (settings, name, float(error))
 
 
+def check_experts() -> None:
+    """Experts and ranks without tokens, transformers' own class, and what is refused."""
+    mesh = make_mesh("ep=4")
+    rows = IDS.chunk(4)[dist.get_rank()]
+    for kind, number, share in (("all to rank 0", 8, 4), ("transformers", 8, 4), ("six", 6, 1)):
+        alone, model = (make("qwen3_moe", num_experts=number) for _ in range(2))
+        if kind == "transformers":
+            stock = transformers.AutoModelForCausalLM.from_config
+            alone, model = (stock(alone.config, dtype=torch.float32) for _ in range(2))
+            model.load_state_dict(alone.state_dict())
+        if kind == "all to rank 0":  # equal logits: the first two experts are taken
+            with torch.no_grad():
+                for one in (alone, model):
+                    for layer in one.model.layers:
+                        layer.mlp.gate.weight.zero_()
+        shard_model(model, mesh=mesh, uneven="replicate")
+        experts = model.model.layers[0].mlp.experts
+        assert experts.num_experts == number // share, kind
+        alone(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm()
+            assert error <= 1e-5 * parameter.grad.norm(), (kind, name, float(error))
+        model.zero_grad()
+        # one rank has no token of its own: (0, D)
+        tokens = torch.ones(0 if dist.get_rank() == 1 else 3, 32, requires_grad=True)
+        chosen = torch.full((len(tokens), 2), 5)
+        if share > 1:
+            mixed = experts(tokens, chosen, torch.full((len(tokens), 2), 0.5))
+            assert mixed.shape == tokens.shape, kind
+            mixed.sum().backward()
+    refused(
+        "mlp.experts: 6 experts do not divide over ep=4 ranks: take one of 1, 2, 3, 6",
+        lambda: make("qwen3_moe", num_experts=6).shard_model(mesh=mesh),
+    )
+    refused("declares no expert parallel plan", lambda: make("llama").shard_model(mesh=mesh))
+    moe = make("qwen3_moe", num_experts=8)
+    refused("are over ep", lambda: moe.shard_model([("down_proj", (None, "ep"))], mesh))
+    refused("divides the experts alone", lambda: moe.shard_model([("q_proj", ("ep", None))], mesh))
+
+
 def check_order_of_shards() -> None:
     """Each rank holds the block that its place along the spec's axes, major first, says."""
     mesh = make_mesh("fsdp=2,tp=2")
@@ -197,6 +240,7 @@ if __name__ == "__main__":
     for one in CASES:
         check_training(*one)
     check_uneven()
+    check_experts()
     check_order_of_shards()
     check_muon()
     check_refusals()
