@@ -67,7 +67,7 @@ def generate_tokens(
     # on the host: padding is normalized before anything is traced or compiled
     ids, mask = align_right(input_ids.cpu(), mask.cpu().bool(), pad_token_id)
     decoder = _DECODERS[kind](model, ids, mask, max_new_tokens, device)
-    decoder.greedy = config.temperature == 0.0 and config.repetition_penalty == 1.0
+    decoder.greedy = config.greedy and config.repetition_penalty == 1.0
     sampler = Sampler(config, decoder.ids, decoder.mask, eos, pad_token_id, device)
     return _loop(decoder, sampler, max_new_tokens, input_ids.device)
 

@@ -13,12 +13,15 @@ import torch
 
 from easytorch.kernels.random.counter import LOW, counter_hash
 
+# Below it sampling is greedy, as in vLLM: quotients of logits overflow long before the temperature is 0.
+LEAST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How the next token is chosen. The filters apply in the order of transformers: penalty, temperature, top-k, top-p.
 
-    temperature: divides the logits; 0 takes the most probable token (greedy).
+    temperature: divides the logits; 0, and what is below 1e-5, takes the most probable token (greedy).
     top_k: keep the k most probable tokens. top_p: keep the fewest tokens whose probabilities add up to top_p.
     repetition_penalty: divides positive and multiplies negative logits of tokens that occurred (arXiv:1909.05858).
     seed: of the random numbers; None draws one from torch's default generator.
@@ -39,6 +42,10 @@ class SamplingConfig:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not self.repetition_penalty > 0.0:
             raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE
 
 
 def keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -117,7 +124,7 @@ class Sampler:
                 none = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
                 self.seen = none.scatter_add(1, self.prompt, self.prompt_mask.to(torch.int64)) > 0
             logits = penalize_repetition(logits, self.seen, self.penalty)
-        if config.temperature > 0.0:
+        if not config.greedy:
             logits = logits / self.temperature
             if config.top_k is not None:
                 logits = keep_top_k(logits, config.top_k)

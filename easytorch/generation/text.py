@@ -9,6 +9,9 @@ from easytorch.generation.decode import generate_tokens
 from easytorch.generation.decoders import CausalLM
 
 _BROKEN = "\ufffd"  # what a tokenizer decodes half a UTF-8 character to
+LONE_SURROGATE = "a lone surrogate (\\ud800 to \\udfff), which is not a character"
+# Tokens of bytes that are no UTF-8 are decoded together up to this many: each is decoded again with the next.
+_MOST_HELD = 32
 
 
 def stream_text(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any) -> Iterator[str]:
@@ -32,6 +35,11 @@ def stream_tokens(model: CausalLM, tokenizer: Any, prompt: str, **settings: Any)
     return (int(token[0]) for token in tokens)
 
 
+def valid_text(text: str) -> bool:
+    """False for a lone surrogate, which JSON can encode and no tokenizer can read."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def decode_incrementally(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     """The pieces of text that tokens add, one by one; special tokens are left out."""
     decoder = TextDecoder(tokenizer)
@@ -52,24 +60,31 @@ class TextDecoder:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
-        # ids[start:read] were emitted and stand as context, ids[read:] were not
-        self._start = self._read = 0
+        # ids[start:read] were emitted and stand as context; of the text of ids[start:], `shown` letters were emitted
+        self._start = self._read = self._shown = 0
 
     def push(self, token: int) -> str:
         """The text that `token` adds, with what was held back; "" while it is incomplete."""
         self._ids.append(token)
-        context, text = self._decode(self._ids[self._start : self._read]), self._decode(self._ids[self._start :])
-        # a character has at most 4 bytes, and a token at least one: after 4 tokens it is invalid, not incomplete
-        incomplete = text.endswith(_BROKEN) and len(self._ids) - self._read < 4
-        if len(text) <= len(context) or incomplete:
+        text, held = self._decode(self._ids[self._start :]), len(self._ids) - self._read
+        broken = text.endswith(_BROKEN)
+        # a character has at most 4 bytes, and a token at least one: of more tokens only the end can be incomplete
+        if len(text) <= self._shown or (broken and held < 4):
             return ""
+        if broken and held < _MOST_HELD:
+            end = len(text) - len(_BROKEN)
+            piece, self._shown = text[self._shown : end], max(self._shown, end)
+            return piece
+        piece = text[self._shown :]
         self._start, self._read = self._read, len(self._ids)
-        return text[len(context) :]
+        self._shown = len(self._decode(self._ids[self._start :]))
+        return piece
 
     def finish(self) -> str:
         """The text that is still held back, complete or not."""
-        rest = self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._read])) :]
+        rest = self._decode(self._ids[self._start :])[self._shown :]
         self._start = self._read = len(self._ids)
+        self._shown = 0
         return rest
 
     def _decode(self, ids: list[int]) -> str:

@@ -138,9 +138,13 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Drops the mask after the prompt: the state has left its padding out."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *args: Any, inputs_embeds: Any = None, **kwargs: Any
+    ) -> Any:
+        """Drops the mask after the prompt: the state has left its padding out. inputs_embeds: `generate` looks whether
+        this has it."""
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
             inputs["attention_mask"] = None
         return inputs

@@ -78,14 +78,15 @@ class Phi3ForCausalLM(CausalLMHead, Phi3PreTrainedModel, GenerationMixin):
     backbone_class = Phi3Model
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any
+        self, input_ids: torch.Tensor, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Past the trained length longrope takes its long factors, and the cache is recomputed."""
+        """Past the trained length longrope takes its long factors, and the cache is recomputed. inputs_embeds:
+        `generate` looks whether this has it."""
         trained = self.config.original_max_position_embeddings
         if past_key_values and input_ids.shape[1] > trained >= past_key_values.get_seq_length():
             past_key_values, kwargs["next_sequence_length"] = None, None
         prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        return prepare(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        return prepare(input_ids=input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs)
 
 
 class Phi3ForSequenceClassification(SequenceClassificationHead, Phi3PreTrainedModel):

@@ -52,6 +52,7 @@ def create_app(
     add_handlers(app)
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", server.metrics, methods=["GET"])
     app.add_api_route("/v1/models", server.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
@@ -112,12 +113,17 @@ class _Server:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)
-        prompts = [checked_text(one) if isinstance(one, str) else one for one in body.prompts()]
-        echoes = None
-        if body.echo:
-            texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in prompts]
-            echoes = [one for one in texts for _ in range(body.n)]
-        return await self._answer(body, Completions(echoes), lambda: prompts, _params(body), request)
+        prompts = body.prompts()
+        echoes: list[str] = []
+
+        def make() -> list[Any]:
+            tokens = [engine.tokens_of(one) for one in prompts]
+            if body.echo:
+                texts = (one if isinstance(one, str) else engine.tokenizer.decode(one) for one in prompts)
+                echoes.extend(text for text in texts for _ in range(body.n))
+            return tokens
+
+        return await self._answer(body, Completions(echoes if body.echo else None), make, _params(body), request)
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         self._check_model(body.model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from easytorch.generation.text import LONE_SURROGATE, valid_text
 from easytorch.serving.errors import APIError
 from easytorch.serving.schemas import Message
 
@@ -30,9 +31,9 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, 
 
 
 def checked_text(text: str) -> str:
-    """`text`; an error for a lone surrogate, which JSON can encode and no tokenizer can read."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise APIError(400, "the text has a lone surrogate (\\ud800 to \\udfff), which is not a character")
+    """`text`; an error for one with a lone surrogate."""
+    if not valid_text(text):
+        raise APIError(400, f"the text has {LONE_SURROGATE}")
     return text
 
 

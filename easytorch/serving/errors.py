@@ -45,6 +45,8 @@ def add_handlers(app: FastAPI) -> None:
             return APIError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}").response()
         if first["type"] == "extra_forbidden":
             return APIError(400, f"unrecognized argument: {place}", param=place).response()
+        if first["type"] == "model_attributes_type" and not place and not _says_json(request):
+            return APIError(415, "send the body as JSON, with the header Content-Type: application/json").response()
         message = first["msg"].removeprefix("Value error, ")
         return APIError(400, f"{place}: {message}" if place else message, param=place or None).response()
 
@@ -55,3 +57,8 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def handle_unexpected_error(request: Request, error: Exception) -> Response:
         return APIError(500, f"the server failed ({type(error).__name__}); see its log").response()
+
+
+def _says_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

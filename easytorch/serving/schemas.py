@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from easytorch.generation.engine import SamplingParams, StructuredOutputsParams
 
-Token = Annotated[StrictInt, Field(ge=0)]
+Token = Annotated[int, Field(ge=0)]
 # For each unsupported feature the values that disable it.
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "none", "auto")
+# No other fields, and no value of another type: "false" and 1 are no booleans, "0.5" no number.
+_AS_GIVEN = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = _AS_GIVEN
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -26,7 +28,7 @@ class StreamOptions(BaseModel):
 class StructuredOutputs(BaseModel):
     """vLLM's extension: one of them."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _AS_GIVEN
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = None
@@ -42,7 +44,7 @@ class StructuredOutputs(BaseModel):
 class JSONSchema(BaseModel):
     """strict: a schema is followed in any case."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _AS_GIVEN
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -50,7 +52,7 @@ class JSONSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = _AS_GIVEN
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -71,7 +73,7 @@ class ResponseFormat(BaseModel):
 class _Request(BaseModel):
     """Fields that change nothing: user, metadata, store, service_tier, safety_identifier, prompt_cache_key."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _AS_GIVEN
     model: str
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -82,17 +84,17 @@ class _Request(BaseModel):
 
 
 class SamplingRequest(_Request):
-    n: StrictInt = 1
+    n: int = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: StrictInt | None = None
+    top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: StrictInt | None = None
-    min_tokens: StrictInt | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool | None = None
@@ -111,8 +113,8 @@ class SamplingRequest(_Request):
         if not 1 <= self.n <= 128:
             raise ValueError("n must be between 1 and 128")
         for token in self.logit_bias or {}:
-            if not token.isdecimal():
-                raise ValueError(f"logit_bias: {token!r} is not a token id")
+            if not (token.isascii() and token.isdecimal() and len(token) < 10):
+                raise ValueError(f"logit_bias: {token[:20]!r} is not a token id")
         return self
 
     def _given(self) -> dict[str, Any]:
@@ -130,17 +132,17 @@ class SamplingRequest(_Request):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")  # a template may read more
+    model_config = ConfigDict(extra="allow", strict=True)  # a template may read more
     role: str
     content: str | list[dict[str, Any]] | None = None
 
 
 class ChatCompletionRequest(SamplingRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: StrictInt | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -182,10 +184,10 @@ class ChatCompletionRequest(SamplingRequest):
 
 class CompletionRequest(SamplingRequest):
     prompt: str | list[str] | list[Token] | list[list[Token]]
-    max_tokens: StrictInt | None = 16
-    logprobs: StrictInt | None = None
+    max_tokens: int | None = 16
+    logprobs: int | None = None
     echo: bool = False
-    best_of: StrictInt | None = None
+    best_of: int | None = None
     suffix: str | None = None
 
     @model_validator(mode="after")
@@ -212,7 +214,7 @@ class CompletionRequest(SamplingRequest):
 class EmbeddingRequest(_Request):
     input: str | list[str] | list[Token] | list[list[Token]]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: StrictInt | None = None
+    dimensions: int | None = None
 
     def inputs(self) -> list[Any]:
         if not self.input:

@@ -87,6 +87,11 @@ class EngineWorker:
         def add() -> None:
             prompts = make_prompts()
             total = len(prompts) * params.n
+            if total > self.max_queue:
+                raise APIError(
+                    400, f"{len(prompts)} prompts with n={params.n} are {total} requests, and the limit is "
+                    f"{self.max_queue}: send fewer at once",
+                )  # fmt: skip
             if len(self._listeners) + total > self.max_queue:
                 raise APIError(
                     429, f"{len(self._listeners)} requests are running or queued, and {total} more would exceed "

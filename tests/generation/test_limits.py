@@ -10,6 +10,8 @@ import torch
 from easytorch.generation import generate_tokens
 from easytorch.generation.decode import end_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
+from easytorch.generation.engine.request import Request
+from easytorch.generation.engine.sampler import sample
 from easytorch.generation.sampling import Sampler, SamplingConfig, keep_min_p, keep_top_k
 from tests.generation.engine.traffic import model_of
 
@@ -39,7 +41,10 @@ BEYOND = {
         {"repetition_penalty": math.inf}, {"max_tokens": 0}, {"min_tokens": 17}, {"min_tokens": -1}, {"logprobs": 21},
         {"logprobs": -1}, {"seed": 1.0}, {"seed": True}, {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]},
         {"logit_bias": {0: -100.1}}, {"logit_bias": {0: 100.1}}, {"logit_bias": {-1: 1.0}}, {"stop": ""},
-        {"logit_bias": {0: True}}, {"stop": [3]}, {"structured_outputs": {"regex": "a"}},
+        {"logit_bias": {0: True}}, {"stop": [3]}, {"structured_outputs": {"regex": "a"}}, {"stop": 3}, {"stop": b"a"},
+        {"stop_token_ids": 5}, {"stop_token_ids": "ab"}, {"stop_token_ids": {5}}, {"logit_bias": [(5, 1.0)]},
+        {"stop_token_ids": iter([5])}, {"include_stop_str_in_output": "false"}, {"ignore_eos": 1},
+        {"skip_special_tokens": None},
     ],
 }  # fmt: skip
 
@@ -66,7 +71,24 @@ def test_the_defaults_are_those_documented():
         "a",
         "b",
     )
-    assert SamplingParams(temperature=0.0).greedy and not SamplingParams(temperature=1e-9).greedy
+    assert SamplingParams(temperature=9e-6).greedy and not SamplingParams(temperature=1e-5).greedy
+
+
+def test_temperatures_whose_quotients_overflow_take_the_likeliest():
+    """1e-45 is not 0, and logits divided by it are infinite: the first of several, not the largest."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    for temperature in (1e-6, 1e-40, 5e-324):
+        config = SamplingConfig(temperature=temperature, top_p=0.9, seed=1)
+        sampler = Sampler(config, torch.tensor([[0]]), torch.ones(1, 1), [], 0, torch.device("cpu"))
+        assert sampler(logits).tolist() == [1]
+        assert sample(logits, [request_of(SamplingParams(temperature=temperature, top_p=0.9, seed=1))]) == [1]
+
+
+def request_of(params):
+    return Request(
+        request_id="0", prompt=None, prompt_length=1, tokens=[5], params=params, seed=1, max_length=9,
+        end_tokens=frozenset(), stop_tokens=frozenset(), text=None,
+    )  # fmt: skip
 
 
 IDS = torch.tensor([[5, 9, 33], [4, 7, 12]])
@@ -163,6 +185,16 @@ def engine():
         (lambda e: e.stream([5], SamplingParams(n=2)), ValueError, "streaming supports n=1 only, got n=2"),
         (lambda e: LLM(e.model, max_memory=1 << 20).generate([[5], [6]], [SamplingParams()]), ValueError, "2 prompts"),
         (lambda e: LLM(e.model, max_memory=1 << 20).chat([{"role": "user"}]), ValueError, "chat needs a tokenizer"),
+        (lambda e: e.add_request(b"abc"), ValueError, "a prompt is text or a list of ints, not bytes"),
+        (lambda e: e.add_request(torch.tensor(5)), ValueError, "a prompt is text or a list of ints, not Tensor"),
+        (lambda e: LLM(e.model, max_memory=1 << 20).generate(None), ValueError, "one or several, not NoneType"),
+        (lambda e: LLM(e.model, max_memory=1 << 20).generate([5], {"n": 1}), TypeError, "must be SamplingParams, one"),
+        (lambda e: LLM(e.model, max_memory=1 << 20).generate({"text": "x"}), ValueError, "has prompt or prompt_token"),
+        (
+            lambda e: Engine(e.model, max_memory=1 << 20, prefix_reuse="no"),
+            ValueError,
+            "prefix_reuse='no' must be True",
+        ),
         (lambda e: Engine(e.model, max_memory=True), TypeError, "max_memory=True must be an int"),
         (lambda e: Engine(e.model, max_memory="1"), TypeError, "max_memory='1' must be an int"),
         (lambda e: Engine(e.model, max_memory=1 << 20, max_requests=0), ValueError, "max_requests=0"),
@@ -203,3 +235,15 @@ def test_a_request_may_fill_the_engine_to_its_last_token(engine):
         assert output.prompt_token_ids == prompt and output.finished
     stats = llm.engine.stats()
     assert stats.free_pages == stats.num_pages and stats.generated_tokens == 2 and stats.steps >= 2
+
+
+def test_prompts_are_lists_arrays_tensors_and_vllm_s_dicts(engine):
+    llm = LLM(engine.model, max_memory=1 << 20)
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    (expected,) = [output.outputs[0].token_ids for output in llm.generate([5, 9], params)]
+    one, two = torch.tensor([5, 9]), torch.tensor([[5, 9], [5, 9]])
+    dict_ = {"prompt_token_ids": [5, 9]}
+    for prompts in (one, one.numpy(), two, two.numpy(), [one, one], dict_, [dict_, one.numpy()], ((5, 9),)):
+        found = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in found] == [expected] * len(found)
+        assert all(output.prompt_token_ids == [5, 9] for output in found)

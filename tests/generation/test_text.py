@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from easytorch.generation import stream_text
 from easytorch.generation.text import decode_incrementally
@@ -50,6 +51,17 @@ def test_broken_bytes_do_not_hold_back_what_follows(tokenizer):
     text = "".join(pieces)
     assert text.endswith("ab") and pieces[-1] == "b"
     assert set(text[:-2]) == {"\ufffd"}
+
+
+def test_bytes_that_are_no_text_break_no_character_after_them():
+    """Any tokens of bytes give, streamed, what they give at once."""
+    tokenizer = byte_tokenizer("byte-level")
+    codes = {byte: tokenizer.convert_tokens_to_ids(letter) for byte, letter in bytes_to_unicode().items()}
+    for broken in range(1, 9):
+        ids = [codes[byte] for byte in b"\x80" * broken + "€👍".encode() + b"\xe2\x82" + "é!".encode()]
+        pieces = list(decode_incrementally(tokenizer, ids))
+        assert "".join(pieces) == "\ufffd" * broken + "€👍\ufffdé!" == tokenizer.decode(ids)
+        assert "👍" in pieces and "!" in pieces
 
 
 def test_incomplete_end_is_shown_at_the_end(tokenizer):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, StaticCache
+
+from tests.models.families import CAUSAL, FAMILIES
 
 MODES = {
     "greedy": {"do_sample": False},
@@ -82,3 +88,24 @@ def test_drafting_with_the_first_layers(make_pair, llama_config) -> None:
     expected = generate(ours, inputs, do_sample=False)
     assert torch.equal(generate(ours, inputs, do_sample=False, assistant_early_exit=1), expected)
     assert ours.config.num_hidden_layers == 2
+
+
+def test_embeddings_are_a_prompt_where_they_are_one_of_transformers() -> None:
+    """generate() looks for them in the signature of what prepares a step."""
+    compared = 0
+    for family, head in CAUSAL.items():
+        theirs = getattr(transformers, head)
+        ours = getattr(importlib.import_module(f"easytorch.models.{family}"), head)
+        signatures = (inspect.signature(one.prepare_inputs_for_generation).parameters for one in (ours, theirs))
+        taken, expected = ("inputs_embeds" in parameters for parameters in signatures)
+        assert taken or not expected, family
+        compared += expected
+    assert compared > 40
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "phi3"])
+def test_embeddings_generate_what_their_tokens_do(family, left_padded, make_pair) -> None:
+    ours, _ = make_pair(CAUSAL[family], FAMILIES[family].config(), FAMILIES[family].reference)
+    embeds = ours.get_input_embeddings()(left_padded["input_ids"]).detach()
+    given = {"inputs_embeds": embeds, "attention_mask": left_padded["attention_mask"]}
+    assert torch.equal(generate(ours, given), generate(ours, left_padded)[:, 9:])

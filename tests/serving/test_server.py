@@ -212,6 +212,10 @@ def test_structured_outputs(client):
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, "'chat_template' cannot be set"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": True}}}, "'tokenize' cannot be set"),
         ({"extra_body": {"seed": "x"}}, "seed: Input should be a valid integer"),
+        ({"extra_body": {"temperature": "0.5"}}, "temperature: Input should be a valid number"),
+        ({"extra_body": {"top_p": True}}, "top_p: Input should be a valid number"),
+        ({"extra_body": {"ignore_eos": "false"}}, "ignore_eos: Input should be a valid boolean"),
+        ({"logit_bias": {"1" * 5000: 1}}, "is not a token id"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -253,6 +257,13 @@ def test_the_other_errors_have_openai_s_body(client, address):
         (b'{"model": "small", "prompt": "x", "echo": true, "logprobs": 1}', 400, "echo with logprobs"),
         (b'{"model": "small", "prompt": "x", "n": 2, "best_of": 3}', 400, "best_of"),
         (b'{"model": "small", "prompt": ["x", ""]}', 400, "the prompt has no tokens"),
+        (b'{"model": "small", "prompt": [99999999999], "echo": true}', 400, "token 99999999999"),
+        (b'{"model": "small", "prompt": "x", "stream": "no"}', 400, "stream: Input should be a valid boolean"),
+        (
+            b'{"model": "small", "prompt": ["x"' + b', "x"' * 20 + b'], "n": 100}',
+            400,
+            "are 2100 requests, and the limit",
+        ),
         (b" " * 20_001, 413, "larger than the 20000 bytes"),
     ):
         answer = post(content)
@@ -262,6 +273,8 @@ def test_the_other_errors_have_openai_s_body(client, address):
     assert post(chunks).status_code == 413
     assert http.get(f"{address}/v1/nothing", headers=headers).json()["error"]["type"] == "not_found_error"
     assert http.get(f"{address}/v1/completions", headers=headers).status_code == 405
+    form = http.post(f"{address}/v1/completions", data='{"model": "small"}', headers=headers)  # as curl -d sends it
+    assert form.status_code == 415 and "Content-Type: application/json" in form.json()["error"]["message"]
 
 
 def test_health_and_metrics(client, address):

@@ -27,6 +27,7 @@ from easytorch.generation.engine.supported import (
     page_size_refusal,
     refusal,
 )
+from easytorch.generation.text import LONE_SURROGATE, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class Engine:
         if (reason := refusal(model)) is not None:
             raise ValueError(f"the engine does not support this model: {reason}")
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
+        if not isinstance(prefix_reuse, bool):
+            raise ValueError(f"prefix_reuse={prefix_reuse!r} must be True or False")
         if (reason := page_size_refusal(model, page_size)) is not None:
             raise ValueError(reason)
         if max_model_length is not None:
@@ -114,6 +117,7 @@ class Engine:
         self._end_tokens = _end_tokens(model, tokenizer)
         self.structured_outputs = StructuredOutputs(tokenizer, self._vocabulary, self._end_tokens)
         self._requests: dict[str, Request] = {}
+        self._not_returned: list[RequestOutput] = []  # of a step that was interrupted
         self._numbers = itertools.count()
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
 
@@ -122,8 +126,8 @@ class Engine:
     ) -> str:
         """Puts a request into the queue, and returns its id: the given one, or a new one.
 
-        prompt: text, or tokens. index: the number of this continuation among the `params.n` of a prompt, each of which
-        is a request of its own. `ValueError` for what cannot be generated; nothing is queued then.
+        prompt: text, or a list of tokens. index: the number of this continuation among the `params.n` of a prompt, each
+        of which is a request of its own. `ValueError` for what cannot be generated; nothing is queued then.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -175,9 +179,13 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the engine has no tokenizer: give it one, or prompts as tokens")
+            if not valid_text(prompt):
+                raise ValueError(f"the prompt has {LONE_SURROGATE}")
             tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
-        else:
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             tokens = list(prompt)
+        else:
+            raise ValueError(f"a prompt is text or a list of ints, not {type(prompt).__name__}: {prompt!r:.100}")
         if not tokens:
             raise ValueError("the prompt has no tokens; generation needs at least one to begin from")
         for token in tokens:
@@ -188,25 +196,26 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs the model once and returns the outputs of the requests that got a token; [] when there is nothing to do.
 
-        A step that raises, or is interrupted, changes no request: all of them are recomputed in the next one.
+        A step that raises, or is interrupted, takes no token from a request: all of them are recomputed in the next
+        one, which returns the outputs of those that had got theirs too.
         """
         try:
             chunks = self._scheduler.schedule()
             requests = [chunk.request for chunk in chunks if chunk.samples]
             sampled = self._run(chunks, requests)
+            self._steps += bool(chunks)
+            for request, token, given in sampled:
+                if request.generated == 0:
+                    self._cached_tokens += request.cached or 0
+                request.append(token, given)
+                self._generated_tokens += 1
+                if request.finish_reason is not None:
+                    self._drop(request)
+                self._not_returned.append(request.output())
         except BaseException:
-            self._scheduler.restart()  # the pages may be half written
+            self._scheduler.restart()  # the pages may be half written, and some requests be without their token
             raise
-        self._steps += bool(chunks)
-        outputs = []
-        for request, token, given in sampled:
-            if request.generated == 0:
-                self._cached_tokens += request.cached or 0
-            request.append(token, given)
-            self._generated_tokens += 1
-            if request.finish_reason is not None:
-                self._drop(request)
-            outputs.append(request.output())
+        outputs, self._not_returned = self._not_returned, []
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:

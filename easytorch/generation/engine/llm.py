@@ -30,18 +30,21 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Mapping[str, Any] | Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts.
 
-        prompts: one or several, each text or tokens. sampling_params: of all, or one for each.
+        prompts: one or several, each text, tokens (a list, or an array or tensor of integers), or vLLM's dict of
+        `prompt` or `prompt_token_ids`. sampling_params: of all, or one for each.
         """
-        several = _as_list(prompts)
+        several = as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(several)
-        else:
+        elif isinstance(sampling_params, Sequence) and all(isinstance(one, SamplingParams) for one in sampling_params):
             params = list(sampling_params)
+        else:
+            raise TypeError(f"sampling_params must be SamplingParams, one or a list of them, not {sampling_params!r}")
         if len(params) != len(several):
             raise ValueError(f"{len(several)} prompts, and sampling_params for {len(params)}")
         ids: list[list[str]] = []
@@ -79,10 +82,28 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]
-    return list(prompts)
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list of texts and lists of tokens; `ValueError` for what is neither."""
+    if hasattr(prompts, "tolist"):  # numpy's arrays, and tensors
+        prompts = prompts.tolist()
+    single = isinstance(prompts, str | Mapping)
+    if not single and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray)):
+        raise ValueError(f"prompts are texts or lists of tokens, one or several, not {type(prompts).__name__}")
+    if single or (len(prompts) and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    return [_prompt(one) for one in prompts]
+
+
+def _prompt(given: Any) -> Prompt:
+    """A prompt that may be an array of tokens, or vLLM's dict."""
+    if isinstance(given, Mapping):
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            raise ValueError(
+                f"a prompt that is a dict has prompt or prompt_token_ids, and not {', '.join(map(repr, given))}"
+            )
+        (given,) = given.values()
+    prompt: Prompt = given.tolist() if hasattr(given, "tolist") else given
+    return prompt
 
 
 def _together(outputs: Sequence[RequestOutput]) -> RequestOutput:

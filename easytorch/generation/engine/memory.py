@@ -40,13 +40,16 @@ def cache_sizes(
     """
     if isinstance(max_memory, bool) or not isinstance(max_memory, int | float | None):
         raise TypeError(f"max_memory={max_memory!r} must be an int of bytes or a float, a share of the free memory")
+    free = free_and_total(model.device)[0]
     if isinstance(max_memory, int):
+        if max_memory > free:
+            raise ValueError(f"max_memory={max_memory} is more than the {free} bytes of {model.device} that are free")
         most = max_memory
     else:
         share = _SHARE.get(model.device.type, _SHARE_ELSEWHERE) if max_memory is None else max_memory
         if not 0 < share <= 1:
             raise ValueError(f"max_memory={max_memory!r}: a float is a share of the free memory, above 0 and at most 1")
-        most = int(free_and_total(model.device)[0] * share)
+        most = int(free * share)
     slots, slot_bytes = max_requests, 0
     if layers.has_states:
         slot_bytes = state_bytes(model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easytorch.generation.engine.structured import StructuredOutputsParams
+from easytorch.generation.sampling import LEAST_TEMPERATURE
 
 MOST_LOGPROBS = 20  # OpenAI's bound
 
@@ -17,7 +18,7 @@ class SamplingParams:
     """How the tokens of a request are chosen, and when it ends. The defaults are vLLM's.
 
     n: how many continuations. The i-th has the seed `seed + i`; they share the prompt's pages.
-    temperature: divides the logits; 0 takes the likeliest token (greedy).
+    temperature: divides the logits; 0, and what is below 1e-5, takes the likeliest token (greedy).
     top_k: keep the k likeliest tokens; 0 or -1 keep all. top_p: keep the fewest that hold this much probability.
     min_p: keep tokens at least min_p times as likely as the likeliest.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once and for each time.
@@ -83,17 +84,22 @@ class SamplingParams:
                 raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
         if self.seed is not None:
             _integer("seed", self.seed, None)
-        for token in self.stop_token_ids or ():
+        for token in _list("stop_token_ids", self.stop_token_ids):
             _integer("stop_token_ids", token, 0)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ValueError(f"logit_bias={self.logit_bias!r} must be a dict of biases by token")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, 0)
             if not -100 <= _number("logit_bias", bias) <= 100:
                 raise ValueError(f"logit_bias of token {token} is {bias!r}; it must be between -100 and 100")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_list("stop", self.stop))
         for one in stop:
             if not isinstance(one, str) or not one:
                 raise ValueError(f"stop={self.stop!r} must be strings, none of them empty")
         object.__setattr__(self, "stop_strings", stop)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 kind = type(self.structured_outputs).__name__
@@ -106,13 +112,20 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError(f"{name}={value!r} must be a number")
     return value
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
+    """A list or tuple, [] for None: an iterator would be at its end when it is read again."""
+    if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Sequence)):
+        raise ValueError(f"{name}={value!r} must be a list")
+    return value or ()
 
 
 def _integer(name: str, value: Any, least: int | None) -> None:

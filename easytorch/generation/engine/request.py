@@ -95,13 +95,14 @@ class Request:
         matched = self.text.push(token, search=not early) if self.text is not None and not ends else None
         if self.structure is not None:
             self.structure.push(token)
-        if ends:
+        # before the end token, the only one that a grammar which cannot go on still allows
+        if self.structure is not None and (error := self.structure.error) is not None:
+            self.finish_reason, self.stop_reason = "abort", error
+        elif ends:
             self.finish_reason = "stop"
             self.stop_reason = None if token in self.end_tokens else token
         elif matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched
-        elif self.structure is not None and (error := self.structure.error) is not None:
-            self.finish_reason, self.stop_reason = "abort", error
         elif self.structure is not None and self.structure.finished:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_length:

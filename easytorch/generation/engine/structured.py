@@ -65,7 +65,10 @@ class StructuredOutputsParams:
         if self.regex is not None:
             return str(LLMatcher.grammar_from_regex(self.regex))
         if self.choice is not None:
-            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, self.choice))))
+            # one lexeme: as rules of their own, more than 2,000 with a common beginning pass llguidance's limits
+            return str(
+                LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, self.choice)))
+            )
         return str(LLMatcher.grammar_from_lark(self.grammar or ""))
 
 
@@ -83,7 +86,7 @@ class StructuredText:
     @property
     def error(self) -> str | None:
         """Why llguidance stopped, for example because the grammar has too many states."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        return _error_of(self._matcher)
 
     def allowed(self, size: int) -> Tensor:
         """A boolean mask (size,) of the tokens that may come next; the end token where the text may end."""
@@ -121,14 +124,26 @@ class StructuredOutputs:
         return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=sorted(self._end_tokens) or None)
 
     def _compile(self, source: str) -> Any:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         with self._lock:
             automaton = self._automaton
-        matcher = LLMatcher(automaton, source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"the structured output cannot be compiled: {' '.join(matcher.get_error().split())}")
+        matcher = LLMatcher(automaton, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if (error := _error_of(matcher)) is None:
+            # The first mask builds most of the lexer, in seconds for some: here, not in a step that all requests share.
+            matcher.compute_bitmask()
+            error = _error_of(matcher)
+        if error is not None:
+            raise ValueError(f"the structured output cannot be compiled: {error}")
         return matcher
+
+
+def _error_of(matcher: Any) -> str | None:
+    """llguidance's error, in one line."""
+    if not matcher.is_error():
+        return None
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    return text.replace("NoExtensionBias", "no text of this tokenizer's tokens can match it")
 
 
 def _schema(given: Any) -> Any:

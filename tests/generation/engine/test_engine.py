@@ -16,6 +16,7 @@ import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
 from easytorch.generation.engine.memory import cache_sizes
+from easytorch.generation.engine.request import Request
 from easytorch.generation.engine.supported import cached_layers, refusal
 from tests.generation.engine.page_machine import PageMachine
 from tests.generation.engine.traffic import (
@@ -262,6 +263,35 @@ def test_a_step_that_fails_changes_no_request(llama, monkeypatch):
     assert [found for one in requests if (found := difference(llama, one)) is not None] == []
 
 
+def test_a_step_interrupted_between_two_tokens_loses_none(llama, monkeypatch):
+    """After the model has run, within the requests' own work: those with their token have it once, the others later."""
+    engine = Engine(llama, max_memory=1 << 20, page_size=PAGE_SIZE)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most) for most in (1, 3, 3)]
+    ids = [engine.add_request([5, 9, 33 + place], one) for place, one in enumerate(params)]
+    append, calls = Request.append, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) in (2, 5):
+            raise KeyboardInterrupt
+        append(*args)
+
+    monkeypatch.setattr(Request, "append", failing)
+    found, interrupted = {}, 0
+    while engine.has_unfinished_requests:
+        try:
+            for output in engine.step():
+                found.setdefault(output.request_id, []).append(output.outputs[0].token_ids)
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted == 2
+    for place, one in enumerate(ids):
+        expected = list(generate_tokens(llama, torch.tensor([[5, 9, 33 + place]]), max_new_tokens=3, eos_token_id=[]))
+        tokens = [int(token) for token in expected]
+        assert found[one] == [tokens[:count] for count in range(1, len(found[one]) + 1)]
+    assert [len(found[one]) for one in ids] == [1, 3, 3]
+
+
 def test_a_stream_that_is_left_gives_its_pages_back(llama):
     engine = Engine(llama, max_memory=1 << 20)
     stream = engine.stream([5, 6, 7], GREEDY)
@@ -317,6 +347,8 @@ def test_memory_that_cannot_hold_a_request_is_said_before_it_starts(llama):
         small.add_request([5] * 8, SamplingParams(max_tokens=5))
     with pytest.raises(ValueError, match="a page of 4 tokens takes"):
         Engine(llama, max_memory=10, page_size=4)
+    with pytest.raises(ValueError, match=r"max_memory=1\d* is more than the \d+ bytes of cpu that are free"):
+        Engine(llama, max_memory=10**18)
     with pytest.raises(ValueError, match="max_model_length=65 is above the 64 positions"):
         Engine(llama, max_memory=1 << 20, max_model_length=65)
     assert Engine(llama, page_size=5, max_requests=3).stats().num_pages == 3 * 13, "of 64 tokens each"

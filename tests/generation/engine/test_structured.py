@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import llguidance
 import pytest
 import torch
 import transformers
@@ -126,6 +127,9 @@ def test_wrong_specifications_are_refused(given, message):
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
         ({"regex": "(("}, "unclosed group"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+        ({"regex": r"[^\s\S]"}, "no text of this tokenizer's tokens can match it"),
+        ({"grammar": "start: start"}, "no text of this tokenizer's tokens can match it"),
+        ({"json": {"$ref": "#"}}, "no text of this tokenizer's tokens can match it"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_and_nothing_is_queued(engine, given, message):
@@ -148,6 +152,41 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine, monkeypatch)
     found, beside = texts(engine, StructuredOutputsParams(regex="a{30}"), count=1)
     assert (found[0].finish_reason, found[0].stop_reason) == ("abort", "too many states")
     assert len(beside) == 20
+
+
+def test_a_grammar_that_leads_nowhere_is_no_text_that_is_complete(engine):
+    """After "a" nothing can come but an end token, which does not end what the grammar asks for."""
+    found, _ = texts(engine, StructuredOutputsParams(grammar='start: "a" x\nx: x "b"'), count=1)
+    assert found[0].finish_reason == "abort" and "no text" in found[0].stop_reason
+
+
+def test_many_choices_with_one_beginning(engine):
+    choices = [f"no {number}" for number in range(3000)]
+    found, _ = texts(engine, StructuredOutputsParams(choice=choices), count=2)
+    assert [one.finish_reason for one in found] == ["stop"] * 2 and all(one.text in choices for one in found)
+
+
+def test_the_first_mask_is_computed_when_a_grammar_is_compiled(engine, monkeypatch):
+    """It takes seconds for some: not in a step, where all requests would wait for it; and its error is a refusal."""
+    calls = []
+
+    class Matcher:
+        def __init__(self, *args, **more):
+            calls.append("made")
+
+        def compute_bitmask(self):
+            calls.append("mask")
+
+        def is_error(self):
+            return "mask" in calls
+
+        def get_error(self):
+            return "too many\nstates<non-verbose/>"
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Matcher)
+    with pytest.raises(ValueError, match=r"cannot be compiled: too many states$"):
+        engine.structured_outputs._compile("start: A")
+    assert calls == ["made", "mask"]
 
 
 def test_a_tokenizer_is_needed():
