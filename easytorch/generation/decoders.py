@@ -137,7 +137,9 @@ class StaticDecoder(Decoder):
             StaticLayer,
         )
 
-        length = bucket(ids.shape[1], _LEAST_PROMPT)
+        # Llama 4 scales queries by their slots in the cache, which more padding would move
+        by_slot = getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
+        length = ids.shape[1] if by_slot else bucket(ids.shape[1], _LEAST_PROMPT)
         left = (length - ids.shape[1], 0)
         super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
         self._check()

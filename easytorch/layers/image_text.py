@@ -54,8 +54,8 @@ def with_hidden_states(kwargs: Mapping[str, Any], layers: Sequence[int]) -> dict
 class ImageTextModel(ArgumentsInOrder):
     """The decoder over embeddings in which the features of the images stand in place of the image tokens.
 
-    The family's `PreTrainedModel` says how the tower and the decoder are made, `new_part`. image_arguments,
-    mask_arguments: those that go to `get_image_features` and to `make_masks`.
+    The family's `PreTrainedModel` says how the tower and the decoder are made, `new_part`, or the family makes them
+    itself, in `add_parts`. image_arguments, mask_arguments: those that go to `get_image_features` and to `make_masks`.
     """
 
     projector_class: ClassVar[type[nn.Module]]
@@ -65,11 +65,15 @@ class ImageTextModel(ArgumentsInOrder):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.add_parts(config)
+        self.post_init()
+
+    def add_parts(self, config: Any) -> None:
+        """The tower, the projector and the decoder, in transformers' order, which optimizer states depend on."""
         family: Any = self
         self.vision_tower = family.new_part(config.vision_config)
         self.multi_modal_projector = self.projector_class(config)
-        self.language_model = family.new_part(config.text_config)
-        self.post_init()
+        self.language_model: Any = family.new_part(config.text_config)
 
     def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
         """The tower's output; its pooler_output is what the image tokens become, (I, N, D), or (N, D) of each image."""
@@ -118,6 +122,34 @@ class ImageTextModel(ArgumentsInOrder):
         is_image = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
         return inputs_embeds.masked_scatter(is_image, image_features)
 
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        mm_encoder_outputs: dict[str, Any] | None,
+        **of_images: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """What the decoder reads, (B, T, D), the features of the images in it, and what `get_image_features` gave.
+
+        of_images: see `image_arguments`.
+        """
+        check_one_input(input_ids, inputs_embeds)
+        if pixel_values is not None and mm_encoder_outputs is not None:
+            raise ValueError("You cannot specify both pixel_values and mm_encoder_outputs at the same time")
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_text(input_ids)
+        images = (mm_encoder_outputs or {}).get("image")
+        if pixel_values is not None:
+            images = self.get_image_features(pixel_values, return_dict=True, **of_images)
+        if images is None:
+            return inputs_embeds, None, None
+        features = images.pooler_output
+        features = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
+        features = features.to(inputs_embeds.device, inputs_embeds.dtype)
+        return self.put_images(input_ids, inputs_embeds, features), features, images
+
     @can_return_tuple
     def forward(
         self,
@@ -134,26 +166,12 @@ class ImageTextModel(ArgumentsInOrder):
 
         mm_encoder_outputs: {"image": what `get_image_features` gave} in place of pixel_values.
         """
-        check_one_input(input_ids, inputs_embeds)
-        if pixel_values is not None and mm_encoder_outputs is not None:
-            raise ValueError("You cannot specify both pixel_values and mm_encoder_outputs at the same time")
         kwargs.pop("labels", None)  # those of the head, which some of transformers' classes pass on
         of_images, of_masks = (
             {name: kwargs.pop(name) for name in names if name in kwargs}
             for names in (self.image_arguments, self.mask_arguments)
         )
-        if inputs_embeds is None:
-            assert input_ids is not None
-            inputs_embeds = self.embed_text(input_ids)
-        images = (mm_encoder_outputs or {}).get("image")
-        if pixel_values is not None:
-            images = self.get_image_features(pixel_values, return_dict=True, **of_images)
-        features = None
-        if images is not None:
-            features = images.pooler_output
-            features = torch.cat(tuple(features)) if isinstance(features, list | tuple) else features
-            features = features.to(inputs_embeds.device, inputs_embeds.dtype)
-            inputs_embeds = self.put_images(input_ids, inputs_embeds, features)
+        inputs_embeds, features, _ = self.embed(input_ids, pixel_values, inputs_embeds, mm_encoder_outputs, **of_images)
         outputs = self.language_model(
             attention_mask=self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **of_masks),
             position_ids=position_ids,

@@ -125,6 +125,13 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
         vision |= {"model_type": "siglip_vision_model", "vision_use_head": False}
         decoder = _decoder(rng, "gemma3_text", text) | {"model_type": "gemma3_text"}
         return changes | {"vision_config": vision, "text_config": decoder, "mm_tokens_per_image": side**2}
+    if family == "llama4":
+        ratio, width = rng.choice((0.5, 1.0)), rng.choice((8, 20))
+        vision |= {"image_size": 4 * side * int(1 / ratio), "pixel_shuffle_ratio": ratio, "vision_output_dim": width}
+        vision |= {"intermediate_size": int(vision["hidden_size"] / ratio**2)}
+        vision |= {"projector_input_dim": width, "projector_output_dim": width}
+        decoder = _decoder(rng, "llama4_text", text) | {"model_type": "llama4_text"}
+        return changes | {"vision_config": vision, "text_config": decoder}
     if family == "mistral3":
         vision |= {"model_type": "pixtral"}
         decoder = _decoder(rng, "mistral", text) | {"model_type": "mistral"}
@@ -266,6 +273,7 @@ def _seen(rng: random.Random, family: str, config: Any, kind: str) -> tuple[list
     if family not in OF_GRIDS:
         vision = config.vision_config
         count = (vision.image_size // vision.patch_size) ** 2
+        count = int(count * getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
         whole = vision.model_type == "clip_vision_model" and config.vision_feature_select_strategy == "full"
         return [IMAGE] * (count + whole), []
     merge = config.vision_config.spatial_merge_size

@@ -757,5 +757,8 @@ LANGUAGE |= TOWER_HEADS
 # A tower and a decoder each, whose inputs image_text_families.py has.
 IMAGE_TEXT = tuple(IMAGE_TEXT_FAMILIES)
 FAMILIES |= IMAGE_TEXT_FAMILIES
-LANGUAGE |= {family: row.heads[1] for family, row in IMAGE_TEXT_FAMILIES.items()}
+LANGUAGE |= {
+    family: next(head for head in row.heads if head.endswith("ForConditionalGeneration"))
+    for family, row in IMAGE_TEXT_FAMILIES.items()
+}
 HEADS = tuple((family, head) for family, row in FAMILIES.items() for head in row.heads)

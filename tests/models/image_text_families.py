@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     Gemma3Config,
+    Llama4Config,
     LlavaConfig,
     Mistral3Config,
     Qwen2_5_VLConfig,
@@ -47,6 +48,27 @@ _CLIP, _LLAMA = (
 )
 _SIGLIP = _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
 _PIXTRAL = _VISION | {"model_type": "pixtral", "hidden_size": 32, "patch_size": 2}
+# 6 x 6 patches of 32 numbers, of which 2 x 2 become a token of 128.
+_LLAMA4_VISION = _VISION | {
+    "hidden_size": 32,
+    "patch_size": 2,
+    "intermediate_size": 128,
+    "projector_input_dim": 20,
+    "projector_output_dim": 20,
+    "vision_output_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+_LLAMA4 = _TEXT | {
+    "model_type": "llama4_text",
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size_mlp": 40,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 5,
+    "floor_scale": 2,
+}
 _GEMMA = _TEXT | {
     "head_dim": 8,
     "query_pre_attn_scalar": 12,
@@ -109,6 +131,15 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _GEMMA | {"sliding_window": 12}, "tie_word_embeddings": True},
             {"vision_config": _SIGLIP | {"patch_size": 2}},  # 6 x 6 patches, means of 2 x 2
             {"text_config": _GEMMA | {"use_bidirectional_attention": True, "attention_bias": True}},
+        ),
+    ),
+    "llama4": Family(
+        Llama4Config,
+        ("Llama4ForConditionalGeneration",),
+        {"vision_config": _LLAMA4_VISION, "text_config": _LLAMA4, "image_token_index": IMAGE_TOKEN},
+        variants=(
+            {"text_config": _LLAMA4 | {"output_router_logits": True, "interleave_moe_layer_step": 1}},
+            {"vision_config": _LLAMA4_VISION | {"patch_size": 4, "pixel_shuffle_ratio": 1.0, "intermediate_size": 32}},
         ),
     ),
     "mistral3": Family(

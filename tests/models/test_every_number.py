@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, LANGUAGE
 from tests.models.test_parity import assert_same, inputs_for, labels_for, seen
 
 # What no model can have as it comes: the widths that a factor makes, and rates that decide which weights there are.
-KEPT = ("partial_rotary_factor", "mlp_ratio", "expansion_ratio", "capacity_factor")
+KEPT = ("partial_rotary_factor", "mlp_ratio", "expansion_ratio", "capacity_factor", "pixel_shuffle_ratio")
 RATES = ("dropout", "drop", "prob", "p_")
 
 
