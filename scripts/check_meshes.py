@@ -2,27 +2,36 @@
 
     scripts/check_meshes.py [--steps 50] [--models dense experts] [--meshes fsdp=2 fsdp=2,tp=2 ...]
 
-Same seed and data: losses to 1e-5 of one process's over all steps, in float32, and gradient norms to 1e-4. Prints a
-line for each mesh, and exits with 1 where one differs.
+Same seed and data: losses to 1e-5 of one process's over all steps, in float32, gradient norms to 1e-4, and of each
+parameter the gradient of the first step to 1e-5 of its norm. Prints a line for each mesh, and exits with 1 where one
+differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from easytorch.distributed.mesh import parse_axes  # noqa: E402
 from easytorch.training import TrainingConfig, train  # noqa: E402
+from easytorch.training.checkpoint import load_state  # noqa: E402
+from easytorch.training.loop import train_among  # noqa: E402
 from easytorch.training.metrics import read_metrics  # noqa: E402
+from easytorch.training.processes import joined  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -34,8 +43,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **SIZES,
     },
 }  # fmt: skip
-MESHES = ("dp=2", "fsdp=2", "tp=2", "dp=4", "fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2", "tp=4")
-TOLERANCE = {"loss": 1e-5, "gradient_norm": 1e-4}
+MESHES = (
+    "dp=2", "fsdp=2", "tp=2", "sp=2", "dp=4", "fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2", "tp=4",
+    "sp=4", "dp=2,sp=2", "fsdp=2,sp=2", "sp=2,tp=2",
+)  # fmt: skip
+FIRST = "-first"  # ends the name of the output of a run of one step
+TOLERANCE = {"loss": 1e-5, "gradient_norm": 1e-4, "gradients": 1e-5}
 
 
 def main() -> int:
@@ -43,18 +56,31 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--meshes", nargs="+", default=MESHES)
+    parser.add_argument("--train", nargs="+", metavar="FILE", help="what a process that torchrun started trains")
     given = parser.parse_args()
+    if given.train:
+        return _train_here(given.train)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
-        for model in given.models:
-            config = _config(Path(folder) / model, text, model, given.steps)
+        alone = {model: _config(Path(folder) / model, text, model, given.steps) for model in given.models}
+        for config in alone.values():
             train(config)
-            for mesh in given.meshes:
-                output = Path(folder) / f"{model}-{mesh}"
-                _train_over(_config(output, text, model, given.steps, mesh), mesh)
-                worst = {key: _difference(output, Path(config.output), key) for key in TOLERANCE}
+            train(_first_step(config))
+        # one start of the processes for all models and meshes of as many
+        by_processes: dict[int, list[tuple[str, str, TrainingConfig]]] = {}
+        for mesh in given.meshes:
+            processes = math.prod(int(size.partition("=")[2]) for size in mesh.split(","))
+            assert parse_axes(mesh, processes)
+            for model in given.models:
+                config = _config(Path(folder) / f"{model}-{mesh}", text, model, given.steps, mesh)
+                by_processes.setdefault(processes, []).append((model, mesh, config))
+        for processes, runs in by_processes.items():
+            _train_over([config for _, _, config in runs], processes)
+            for model, mesh, config in runs:
+                output, expected = Path(config.output), Path(alone[model].output)
+                worst = {key: _difference(output, expected, key) for key in TOLERANCE}
                 good = all(worst[key] <= bound for key, bound in TOLERANCE.items())
                 failed += not good
                 words = ", ".join(f"{key} {value:.1e}" for key, value in worst.items())
@@ -70,21 +96,41 @@ def _config(output: Path, text: Path, model: str, steps: int, mesh: str | None =
     )  # fmt: skip
 
 
-def _train_over(config: TrainingConfig, mesh: str) -> None:
-    Path(config.output).mkdir(parents=True)
-    path = Path(config.output) / "run.json"
-    config.save(path)
-    processes = math.prod(int(size.partition("=")[2]) for size in mesh.split(","))
-    assert parse_axes(mesh, processes)
+def _first_step(config: TrainingConfig) -> TrainingConfig:
+    """One step alone: without momentum the first moment is the gradient, clipped."""
+    output = config.output + FIRST
+    return dataclasses.replace(config, output=output, steps=1, warmup_steps=0, beta1=0.0, checkpoint_format="full")
+
+
+def _train_over(configs: Sequence[TrainingConfig], processes: int) -> None:
+    files = []
+    for config in configs:
+        for run in (config, _first_step(config)):
+            Path(run.output).mkdir(parents=True)
+            files.append(Path(run.output) / "run.json")
+            run.save(files[-1])
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-         "-m", "easytorch.training", "--config", str(path)],
+         __file__, "--train", *map(str, files)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
+def _train_here(files: Sequence[str]) -> int:
+    with joined(torch.device("cpu")) as processes:
+        for file in files:
+            train_among(processes, TrainingConfig.from_dict(json.loads(Path(file).read_text(encoding="utf-8"))))
+        processes.barrier()
+    return 0
+
+
 def _difference(output: Path, alone: Path, key: str) -> float:
-    """The largest relative difference of a step's value."""
+    """The largest relative difference of a step's value, or of a parameter's gradient."""
+    if key == "gradients":
+        moments = [load_state(Path(f"{one}{FIRST}") / "checkpoint-1")["optimizer"]["state"] for one in (output, alone)]
+        assert moments[0].keys() == moments[1].keys() and moments[1]
+        pairs = [(moments[0][number]["exp_avg"], one["exp_avg"]) for number, one in moments[1].items()]
+        return max(float((one - other).norm() / other.norm()) for one, other in pairs)
     found, wanted = (
         [line[key] for line in read_metrics(folder / "metrics.jsonl") if key in line] for folder in (output, alone)
     )

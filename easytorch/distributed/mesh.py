@@ -15,8 +15,8 @@ AXES = {
     "fsdp": "shards of each weight, gathered where they are used; each rank has its own data",
     "pp": "stages of layers",
     "ep": "shards of the experts; each rank has its own data",
-    "tp": "shards of each matmul; the ranks have the same data",
-    "sp": "shards of each sequence",
+    "sp": "shards of each sequence; the ranks are given the same data",
+    "tp": "shards of each matmul; the ranks are given the same data",
 }
 DATA = ("dp", "fsdp", "ep")  # axes whose ranks have data of their own
 

@@ -13,7 +13,7 @@ from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 
 Uneven = Literal["error", "replicate"]
-_SUPPORTED = (*DATA, "tp")
+_SUPPORTED = (*DATA, "sp", "tp")
 
 
 @check_types()
@@ -24,8 +24,9 @@ def shard_model(
 
     Tensor parallelism over "tp" by the plan that the model declares, FSDP2 over "fsdp" and replicas over "dp", whose
     ranks pass their own part of a batch and get gradients averaged over them. So do those of "ep", over which the
-    experts are divided, and nothing else. Without a mesh, or with one of a single
-    device, it is unchanged.
+    experts are divided, and nothing else. Over "sp" each rank computes its part of every sequence, of which all of them
+    are given the whole (`easytorch.layers.sequence_parallel`). Without a mesh, or with one of a single device, the
+    model is unchanged.
 
     partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter decides how it is
     stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
@@ -48,6 +49,9 @@ def shard_model(
     if any(hasattr(one, "placements") for one in model.parameters()):
         raise ValueError("the model is sharded already: gather_model undoes shard_model")
     _check_axes(sizes)
+    over_sequence: Any = model if sizes.get("sp", 1) > 1 else None
+    if over_sequence is not None:
+        _check_sequence(model)
     _broadcast(model, mesh)
     if sizes.get("tp", 1) > 1:
         from easytorch.distributed.tensor_parallel import parallelize
@@ -61,7 +65,9 @@ def shard_model(
     if (replicas := gradient_mesh(mesh)) is not None:
         from easytorch.distributed.fully_sharded import shard_fully
 
-        shard_fully(model, replicas, rules, experts, gradient_mesh(mesh, ("dp",)))
+        shard_fully(model, replicas, rules, experts, gradient_mesh(mesh, ("dp", "sp")))
+    if over_sequence is not None:
+        over_sequence.shard_sequence(mesh["sp"] if mesh.ndim > 1 else mesh)
     return model
 
 
@@ -89,6 +95,8 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
         from easytorch.distributed import expert_parallel
 
         expert_parallel.undo(model)
+    if hasattr(model, "gather_sequence"):
+        model.gather_sequence()
     if "_applied_tp_plan" in model.__dict__:
         from easytorch.distributed.tensor_parallel import undo
 
@@ -124,7 +132,7 @@ def mesh_of(model: nn.Module) -> Any:
     return next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
 
 
-def gradient_mesh(mesh: Any, replicas: tuple[str, ...] = ("dp", "ep")) -> Any:
+def gradient_mesh(mesh: Any, replicas: tuple[str, ...] = ("dp", "ep", "sp")) -> Any:
     """The submesh over which gradients are averaged: one axis for all of `replicas`, and "fsdp"; None for one rank."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -184,6 +192,14 @@ def _check_axes(sizes: dict[str, int]) -> None:
         raise NotImplementedError(
             f"shard_model supports the axes {', '.join(_SUPPORTED)}, and the mesh has {', '.join(others)}"
         )
+
+
+def _check_sequence(model: Any) -> None:
+    kind = type(model).__name__
+    if not hasattr(model, "sequence_refusal"):
+        raise NotImplementedError(f"{kind} cannot divide sequences over sp: native causal language models do")
+    if (why := model.sequence_refusal()) is not None:
+        raise NotImplementedError(f"{kind} cannot divide sequences over sp: {why}")
 
 
 @torch.no_grad()

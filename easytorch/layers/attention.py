@@ -1,8 +1,8 @@
 """Attention as transformers calls it: functions for its `AttentionInterface`, each of which calls our operation.
 
 Names: "easytorch" selects automatically; "vanilla" and "flash" are forced: obeyed or refused. Native models route
-"sdpa" and "eager" here too (`interface_of`); transformers' own classes keep theirs: importing EasyTorch changes no
-other model.
+"sdpa" and "eager" here too (`interface_of`), and have "ring", which attends to a sequence that is divided over ranks;
+transformers' own classes keep theirs: importing EasyTorch changes no other model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from easytorch.layers.config import wants_attentions
 from easytorch.operations import Attention, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.environment import forced_by_environment
+
+if TYPE_CHECKING:
+    from easytorch.layers.sequence_parallel import SequenceShard
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +48,14 @@ OF_STOCK = {
         "flash": f"{FLASH_FOR_TRANSFORMERS}_eager_mask",
     },
 }
-NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa"}
+NATIVE_INTERFACES = INTERFACES | {"eager": "vanilla", "sdpa": "sdpa", "ring": "ring"}
 
 _OPERATIONS = {
     backend: cast(Attention, OperationRegistry.create("attention", OperationMetadata(backend=backend)))
     for backend in NATIVE_INTERFACES.values()
+    if backend != "ring"
 }
+_RING = OperationRegistry.create("ring")  # of one process
 
 # Other keywords that reach the attention through transformers' **kwargs. These do not change the result: positions and
 # packing are already in the mask.
@@ -71,6 +76,7 @@ HARMLESS = frozenset(
         "position_ids",
         "return_dict",
         "seq_idx",
+        "shift_labels",
         "use_cache",
     }
 )
@@ -113,14 +119,16 @@ def attend(
     cu_seq_lens_k: torch.Tensor | None = None,
     cache: PagedAttentionCache | None = None,
     output_attentions: bool | None = None,
+    sequence_shard: SequenceShard | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query (B, H, T, D), key (B, K, S, D), value (B, K, S, Dv) -> output (B, T, H, Dv), weights (B, H, T, S) or None.
 
     attention_mask: boolean (True attends) or added to the scores, broadcastable to (B, H, T, S); it alone determines
     what each query attends to, the window included. None: all keys, or the past ones if the module is causal, within
-    the window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length. Raises
-    `UnsupportedOperationError` for what the chosen implementation does not carry.
+    the window. cu_seq_lens_*: (N + 1,) where each of N sequences packed into one row starts, and the length.
+    sequence_shard: of a sequence of which this rank has its own tokens alone. Raises `UnsupportedOperationError` for
+    what the chosen implementation does not carry.
     """
     observed(module)
     if cache is not None:
@@ -162,14 +170,28 @@ def attend(
         features["softmax_scale"] = scaling
     if dropout and module.training:
         features["dropout_prob"] = dropout
-    operation = _OPERATIONS[backend]
+    operation: Any = _RING if backend == "ring" else _OPERATIONS[backend]
+    if sequence_shard is not None:
+        operation = _over_ranks(sequence_shard, backend, features)
     # nothing else: causal has no effect on one query
-    if length == 1 and len(features) == (1 if scaling is None else 2):
+    elif length == 1 and operation is not _RING and len(features) == (1 if scaling is None else 2):
         attended = operation.one_token(query, key, value, scaling)
         if attended is not None:
             return attended, None
     output = operation(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **features)
     return output.attention_outputs, output.attention_weights
+
+
+def _over_ranks(shard: SequenceShard, backend: str | None, features: dict[str, Any]) -> Callable[..., Any]:
+    """The attention to the whole sequence; puts its features into those of the call."""
+    named = [name for name in ("mask", "bias", "query_segment_ids") if name in features]
+    if backend != "ring" or named:
+        what = f"a {named[0]} of its own" if named else "an attention other than ring"
+        raise UnsupportedOperationError(f"a sequence that is divided over ranks (sp) does not go with {what}")
+    features["layout"] = shard.layout
+    if shard.segment_ids is not None:
+        features["query_segment_ids"] = features["key_segment_ids"] = shard.segment_ids
+    return shard.attention
 
 
 def _paged(
@@ -241,6 +263,7 @@ def register_interfaces() -> None:
     for name in INTERFACES:
         AttentionInterface.register(name, _FUNCTIONS[name])
         AttentionMaskInterface.register(name, attention_mask)
+    AttentionMaskInterface.register("ring", attention_mask)
     for name in EAGER_INTERFACES:
         AttentionInterface.register(name, _FUNCTIONS[name])
         AttentionMaskInterface.register(name, eager_mask)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from easytorch.layers.linear import watched
+from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
 from easytorch.operations import OperationRegistry
 
 fused_linear_cross_entropy = OperationRegistry.create("fused_linear_cross_entropy")
@@ -29,14 +30,14 @@ def causal_lm_loss(
 
     The labels are shifted by one unless `shift_labels` are given. The sum of the losses is divided by
     `num_items_in_batch`, else by the number of labels that are not ignored: NaN where all are, as in transformers.
+    weight and bias may be DTensors, sharded by the vocabulary.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    total = fused_linear_cross_entropy(
-        rows, weight, shift_labels, bias, ignore_index=ignore_index, softcap=softcap, reduction="sum"
-    )
+    loss = vocabulary_parallel_cross_entropy if hasattr(weight, "device_mesh") else fused_linear_cross_entropy
+    total = loss(rows, weight, shift_labels, bias, ignore_index=ignore_index, softcap=softcap, reduction="sum")
     count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return mean_loss(total, count)
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from easytorch.layers import decoder_step
+from easytorch.layers import decoder_step, sequence_parallel
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, check_windows, masks_by_layer_type
@@ -174,6 +174,12 @@ class DecoderBackbone(_Base):
             position_ids,
             masks_of=self.masks_of,
         )
+
+    def sequence_refusal(self) -> str | None:
+        """Why the ranks of a mesh cannot each compute their own tokens of a sequence; None where they can."""
+        if type(self).make_masks is not DecoderBackbone.make_masks:
+            return "it makes masks of its own, which the ring does not know"
+        return sequence_parallel.refusal(self)
 
     def default_positions(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None

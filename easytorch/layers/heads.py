@@ -22,10 +22,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers import sequence_parallel
 from easytorch.layers.basics import keep_logits
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
 from easytorch.layers.linear import argmax, linear, watched
+from easytorch.layers.vocabulary_parallel import sharded_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -89,18 +91,38 @@ class CausalLMHead(_Base):
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
         """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
 
-        None where it needs the logits, because they are changed first or the head has hooks.
+        None where it needs the logits, because they are changed first or the head has hooks; or where they are few.
         """
-        if not self.training or self.loss_function is not ForCausalLMLoss:
+        if self.loss_function is not ForCausalLMLoss:
             return None
         if _owner(type(self), "finish_logits") is not _owner(type(self), "logits_finish"):
             return None
-        weight, bias = plain_parameters(self.lm_head)
-        if weight is None or hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
-            return None
+        weight, bias = sharded_parameters(self.lm_head)
+        if weight is None:  # else the logits of all ranks would be gathered, in evaluation too
+            weight, bias = plain_parameters(self.lm_head)
+            if weight is None or hidden_states.dtype is not weight.dtype:
+                return None
+            if not self.training or not defers(hidden_states, weight):
+                return None
         scale, softcap = self.logits_finish()
         hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
         return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
+
+    def sequence_refusal(self) -> str | None:
+        """Why the ranks of a mesh cannot each compute their own tokens of a sequence; None where they can."""
+        backbone: Any = self.base_model
+        if not hasattr(backbone, "sequence_refusal"):
+            return f"{type(backbone).__name__} is more than a decoder of tokens"
+        found: str | None = backbone.sequence_refusal()
+        return found
+
+    def shard_sequence(self, mesh: Any) -> None:
+        """Compute this rank's tokens of each sequence; mesh: of the one axis "sp". `shard_model` calls it."""
+        sequence_parallel.divide(self, mesh)
+
+    def gather_sequence(self) -> None:
+        """Undo `shard_sequence`, if it was done. `gather_model` calls it."""
+        sequence_parallel.gather(self)
 
     def likeliest_token(self, **inputs: Any) -> torch.Tensor | None:
         """The argmax (B,) of the last position's logits, which are not materialized; inputs as for a call.

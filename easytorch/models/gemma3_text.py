@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache, Gemma3TextConfig, GenerationMixin
 
+from easytorch.layers import sequence_parallel
 from easytorch.layers.embedding import ScaledBackbone
 from easytorch.layers.head_norm import HeadNormAttention
 from easytorch.layers.heads import SequenceClassificationHead, SoftcappedCausalLMHead
@@ -59,6 +60,9 @@ class Gemma3TextModel(ScaledBackbone, Gemma3PreTrainedModel):
         return masks_by_layer_type(
             self.config, self.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids, also_seen
         )
+
+    def sequence_refusal(self) -> str | None:
+        return sequence_parallel.refusal(self)  # the masks above are causal where it is not bidirectional
 
 
 class Gemma3ForCausalLM(SoftcappedCausalLMHead, Gemma3PreTrainedModel, GenerationMixin):

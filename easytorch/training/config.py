@@ -19,7 +19,7 @@ OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "muon": "Muon", "adafactor": "Ad
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
-MESH_AXES = (*DATA, "tp")
+MESH_AXES = (*DATA, "sp", "tp")
 
 # Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
@@ -226,6 +226,11 @@ class TrainingConfig:
             raise ValueError(f"{flag('mesh')}: {error}") from error
         for name, size in axes.items():
             self._require("mesh", name in MESH_AXES or size == 1, f"axes of {', '.join(MESH_AXES)}")
+        if self.block_size % axes.get("sp", 1):
+            raise ValueError(
+                f"{flag('block_size')} {self.block_size} does not divide over the {axes['sp']} processes of sp in the "
+                f"mesh {self.mesh}"
+            )
         return axes
 
     def share(self, processes: int) -> tuple[int, int]:

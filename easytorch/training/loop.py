@@ -176,7 +176,7 @@ class _Run:
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` rows, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
-        torch.manual_seed(dropout_seed(config.seed, self.step, self.parallel.place))
+        torch.manual_seed(dropout_seed(config.seed, self.step, self.parallel.tokens))
         task = self.task
         indices = task.indices(self.step, config.batch_size, config.seed)
         first = self.parallel.place * self.share

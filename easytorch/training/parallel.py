@@ -27,7 +27,8 @@ class ParallelModel:
     """The model as a training step calls it, in one process.
 
     model: the one whose parameters are trained. place, places: the data parallel rank of this process, and
-    their number; a tensor parallel group shares one rank. sharded: each call communicates, evaluation's too.
+    their number; the processes of a tensor or sequence parallel group share one rank. sharded: each call communicates,
+    evaluation's too. tokens: a number for the tokens that this process computes, of which dropout is drawn.
     """
 
     model: PreTrainedModel
@@ -35,6 +36,7 @@ class ParallelModel:
     place: int = 0
     places: int = 1
     sharded: bool = False
+    tokens: int = 0
     original: type[PreTrainedModel] | None = None
 
     def backward_of(self, last: bool) -> AbstractContextManager[Any]:
@@ -69,7 +71,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     axes = config.axes(processes.world)
     if all(size == 1 for name, size in axes.items() if name != "dp"):
         module = _replicated(model, task, processes)
-        return ParallelModel(model, module, processes.rank, processes.world)
+        return ParallelModel(model, module, processes.rank, processes.world, tokens=processes.rank)
     mesh = processes.mesh = make_mesh(axes, processes.device.type)
     place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
@@ -82,7 +84,8 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     with processes.together():
         if wrong is not None:
             raise wrong
-    return ParallelModel(model, model, place, places, sharded=True, original=original)
+    tokens = place * axes.get("sp", 1) + (mesh.get_local_rank("sp") if "sp" in axes else 0)
+    return ParallelModel(model, model, place, places, sharded=True, tokens=tokens, original=original)
 
 
 def _replicated(model: PreTrainedModel, task: Task, processes: Processes) -> DistributedDataParallel:

@@ -33,6 +33,11 @@ LOGITS_AT_ONCE = 2**25
 # 2**21.
 SMALL = 2**20
 
+# logits (n, V), labels and losses_grad (n,), settings -> losses (n,) and the gradient of the logits, if asked for
+Step = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, chunk.Settings], tuple[torch.Tensor, torch.Tensor | None]
+]
+
 
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
@@ -94,14 +99,15 @@ def default_chunk_size(vocabulary: int) -> int:
 
 def over_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-    losses_grad: torch.Tensor | None, settings: chunk.Settings, chunk_size: int, library: str, wanted: list[bool],
+    losses_grad: torch.Tensor | None, settings: chunk.Settings, chunk_size: int, step: Step, wanted: list[bool],
     one_chunk: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The losses (N,), and the gradients of hidden, weight and bias: empty where not wanted, of the last two wide.
 
-    one_chunk: there is no more than one, and the gradient of weight, which is not summed then, has its dtype.
+    step: of a chunk's logits, as `chunk.step`. one_chunk: there is no more than one, and the gradient of weight, which
+    is not summed then, has its dtype.
     """
-    step, losses, hidden_grads = _step(library), [], []
+    losses, hidden_grads = [], []
     # parts are concatenated, not written into slices: inside an operator torch_xla loses what is written to a view
     _, weight_grad, bias_grad = _empty_grads(hidden, weight, wanted, one_chunk)
     bias_grad.zero_()
@@ -136,7 +142,9 @@ def _sum(
     """The sum of the losses, and its gradients by hidden, weight and bias, empty where not wanted."""
     settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
     ones = torch.ones((), dtype=torch.float32, device=hidden.device).expand(labels.shape)
-    losses, *grads = over_chunks(hidden, weight, bias, labels, ones, settings, chunk_size, library, wanted, one_chunk)
+    losses, *grads = over_chunks(
+        hidden, weight, bias, labels, ones, settings, chunk_size, _step(library), wanted, one_chunk
+    )
     return losses.sum(), grads[0], grads[1], grads[2]
 
 
@@ -188,7 +196,7 @@ def _losses(
 ) -> torch.Tensor:  # fmt: skip
     """The loss of each row."""
     settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
-    return over_chunks(hidden, weight, bias, labels, None, settings, chunk_size, library, [False] * 3)[0]
+    return over_chunks(hidden, weight, bias, labels, None, settings, chunk_size, _step(library), [False] * 3)[0]
 
 
 @_losses.register_fake
@@ -205,7 +213,7 @@ def _losses_backward(
     chunk_size: int, library: str, wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     settings = chunk.Settings(ignore_index, label_smoothing, softcap, z_loss)
-    _, *grads = over_chunks(hidden, weight, bias, labels, losses_grad, settings, chunk_size, library, wanted)
+    _, *grads = over_chunks(hidden, weight, bias, labels, losses_grad, settings, chunk_size, _step(library), wanted)
     return grads[0], grads[1], grads[2]
 
 
@@ -232,7 +240,7 @@ def _losses_autograd(ctx: Any, losses_grad: torch.Tensor) -> tuple[torch.Tensor 
 _losses.register_autograd(_losses_autograd, setup_context=_losses_context)
 
 
-def _step(library: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _step(library: str) -> Step:
     if library == "torch":
         return chunk.step
     from easytorch.kernels.cross_entropy import triton_chunk

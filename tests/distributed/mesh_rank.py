@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import easytorch
 from easytorch.distributed import (
@@ -26,6 +28,9 @@ from easytorch.distributed import (
     to_placements,
 )
 from easytorch.distributed.sharding import data_place
+from easytorch.kernels.cross_entropy.native import linear_cross_entropy
+from easytorch.kernels.ring.layout import position_ids
+from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
 from easytorch.training import TrainingConfig
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
@@ -33,7 +38,7 @@ from easytorch.training.processes import Processes
 from tests.models.families import FAMILIES
 from tests.processes import leave_group
 
-IDS = torch.arange(4 * 9).view(4, 9) * 7 % 96
+IDS = torch.arange(4 * 12).view(4, 12) * 7 % 96
 # A weight stored otherwise than it is computed with: another dimension, both axes, replicated.
 DENSE_RULES = [
     ("q_proj", (None, "tp")),
@@ -43,6 +48,7 @@ DENSE_RULES = [
     ("layers/0/input_layernorm", ("tp",)),
 ]
 EXPERT_RULES = [("experts.gate_up_proj", (None, None, "tp")), ("experts.down_proj", None), ("o_proj", (None, "fsdp"))]
+WINDOWS = ["full_attention", "sliding_attention"]
 # family, axes, rules
 CASES: list[tuple[str, str, Any]] = [
     ("llama", "dp=-1", None),
@@ -53,6 +59,9 @@ CASES: list[tuple[str, str, Any]] = [
     ("deepseek_v3", "fsdp=2,ep=2", None),
     ("qwen3_moe", "ep=2,tp=2", None),
     ("gpt_oss", "ep=-1", None),
+    ("llama", "dp=1,fsdp=2,sp=2", None),
+    ("qwen3_moe", "sp=2,tp=2", None),
+    ("qwen3_moe", "ep=2,sp=2", None),
 ]
 
 
@@ -221,6 +230,126 @@ def check_muon() -> None:
         assert float((found - expected).norm() / expected.norm()) < 1e-6, (found, expected)
 
 
+def check_sequences() -> None:
+    """Packed, padded and odd sequences that are divided over ranks, with labels that are ignored."""
+    mesh = make_mesh("sp=4")
+    packed = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(4, -1)
+    padding = torch.ones_like(IDS)
+    padding[1, 5:] = 0
+    labels = torch.where(padding == 1, IDS, -100)
+    labels[2, 3:7] = -100
+    of_eight = {"shift_labels": labels[:, :8].contiguous()}
+    cases = [(12, {"position_ids": packed}), (12, {"attention_mask": padding}), (8, of_eight)]
+    for number, (length, more) in enumerate(cases):
+        alone = make("llama", layer_types=WINDOWS, sliding_window=3)
+        model = make("llama", layer_types=WINDOWS, sliding_window=3)
+        model.shard_model(mesh=mesh)
+        given = {"input_ids": IDS[:, :length], "labels": labels[:, :length], **more}
+        found, wanted = model(**given), alone(**given, use_cache=False)
+        found.loss.backward()
+        wanted.loss.backward()
+        assert abs(float(found.loss.detach() / wanted.loss.detach()) - 1) < 1e-5, number
+        places = position_ids(length // 4, dist.get_rank(), 4, "zigzag" if length == 8 else "contiguous")
+        counted = (padding[:, :length] == 1)[:, places]
+        own, expected = found.logits[counted], wanted.logits[:, places][counted]
+        assert (own - expected).norm() < 1e-5 * expected.norm(), "logits are those of the rank's own tokens"
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (number, name, float(error))
+
+
+def check_sequences_refused() -> None:
+    mesh = make_mesh("sp=4")
+    for family, message in (
+        ("mamba", "MambaForCausalLM cannot divide sequences over sp"),
+        ("qwen3_next", "it has linear_attention layers"),
+        ("llama4_text", "it has chunked_attention layers"),
+        ("bert", "native causal language models do"),
+    ):
+        one: Any = easytorch.AutoModelForCausalLM.from_config(FAMILIES[family].config())
+        refused(message, lambda one=one: one.shard_model(mesh=mesh))
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    refused("depend on the length of a call", lambda: make("llama", rope_parameters=rope).shard_model(mesh=mesh))
+    other = make("llama")
+    other.set_attn_implementation("flash")
+    refused("attn_implementation='flash' sees this rank's tokens alone", lambda: other.shard_model(mesh=mesh))
+    model = make("qwen3_moe").shard_model(mesh=mesh)
+    assert model.config._attn_implementation == "ring"
+    refused("a sequence of 10 tokens does not divide over the 4 ranks of sp", lambda: model(input_ids=IDS[:, :10]))
+    refused("does not take a cache", lambda: model(input_ids=IDS, use_cache=True))
+    refused("does not take output_router_logits", lambda: model(input_ids=IDS, output_router_logits=True))
+    refused("an attention_mask other than (B, T)", lambda: model(IDS, IDS[:, None, None].bool()))
+    refused("does not take token_type_ids", lambda: model(IDS, token_type_ids=IDS))
+    model.set_attn_implementation("sdpa")
+    refused("does not go with an attention other than ring", lambda: model(input_ids=IDS))
+    model.gather_model()
+    assert model.config._attn_implementation == "easytorch"
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of what is computed on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
+                self.seen.add(tuple(one.shape))
+        return found
+
+
+def check_vocabulary_loss() -> None:
+    """The loss of a head that is sharded by the vocabulary is that of one process, with its options."""
+    mesh, vocabulary = make_mesh("tp=4"), 404
+    torch.manual_seed(5)
+    tensors = (torch.randn(3, 5, 16), torch.randn(vocabulary, 16), torch.randn(vocabulary))
+    labels, factors = torch.randint(0, vocabulary, (3, 5)), torch.arange(1.0, 16.0).view(3, 5)
+    labels[1, 2:] = -1
+    for reduction, options in itertools.product(
+        ("mean", "sum", "none"),
+        ({}, {"label_smoothing": 0.1, "z_loss": 1e-2}, {"softcap": 3.0, "label_smoothing": 0.2}),
+    ):
+        more = {"ignore_index": -1, "reduction": reduction, **options}
+        wanted = [x.clone().requires_grad_() for x in tensors]
+        parts = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in tensors[1:]]
+        found = [tensors[0].clone().requires_grad_(), *parts]
+        loss = vocabulary_parallel_cross_entropy(found[0], parts[0], labels, parts[1], chunk_size=4, **more)
+        expected = linear_cross_entropy(wanted[0], wanted[1], labels, wanted[2], **more)
+        (loss * factors).sum().backward()
+        (expected * factors).sum().backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for one, other in zip(found, wanted, strict=True):
+            assert (full(one.grad) - other.grad).norm() < 1e-5 * other.grad.norm(), more
+    for wrong, message in (({}, "labels must be in 0..403"), ({"chunk_size": 0}, "chunk_size must be at least 1")):
+        given = labels + vocabulary if not wrong else labels
+        refused(message, lambda given=given, wrong=wrong: vocabulary_parallel_cross_entropy(
+            tensors[0], parts[0], given, ignore_index=-1, **wrong
+        ))  # fmt: skip
+
+
+def check_vocabulary() -> None:
+    """A model's loss over "tp": no rank has all logits or the full head, in training or evaluation."""
+    mesh, vocabulary = make_mesh("tp=4"), 404
+    for tied, training in ((True, True), (False, False)):
+        sizes = {"vocab_size": vocabulary, "num_key_value_heads": 4, "tie_word_embeddings": tied}
+        alone, model = (make("llama", **sizes).train(training) for _ in range(2))
+        model.shard_model(mesh=mesh)
+        with Shapes() as shapes:
+            found = model(input_ids=IDS, labels=IDS, use_cache=False)
+            found.loss.backward()
+        assert not [shape for shape in shapes.seen if vocabulary in shape], (tied, shapes.seen)
+        wanted = alone(input_ids=IDS, labels=IDS, use_cache=False)
+        wanted.loss.backward()
+        assert abs(float(found.loss.detach() / wanted.loss.detach()) - 1) < 1e-5
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (tied, name, float(error))
+        assert (found.logits - wanted.logits).norm() < 1e-5 * wanted.logits.norm(), "gathered where they are read"
+
+
 def check_refusals() -> None:
     mesh = make_mesh("fsdp=2,tp=2")
     refused("the mesh has pp=4", lambda: make("llama").shard_model(mesh=make_mesh("pp=4")))
@@ -243,6 +372,10 @@ if __name__ == "__main__":
     check_experts()
     check_order_of_shards()
     check_muon()
+    check_sequences()
+    check_sequences_refused()
+    check_vocabulary_loss()
+    check_vocabulary()
     check_refusals()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for path in sys.argv[1:]:

@@ -50,7 +50,7 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     runs["b"] = dataclasses.replace(runs["b"], async_checkpoint=True)
     # stopped after two steps on one mesh, and gone on with on another
     again = dataclasses.replace(runs["b"], output=str(tmp_path / "again"), steps=2, mesh="fsdp=2,ep=2")
-    further = dataclasses.replace(again, steps=4, mesh="tp=2,ep=-1", resume=True, change=("steps", "mesh"))
+    further = dataclasses.replace(again, steps=4, mesh="sp=2,tp=-1", resume=True, change=("steps", "mesh"))
     written = []
     for number, config in enumerate((*runs.values(), again, further)):
         written.append(tmp_path / f"{number}.json")
@@ -116,7 +116,8 @@ def same_checkpoints(config: TrainingConfig, expected: TrainingConfig) -> None:
 def test_meshes_that_cannot_train_are_refused(tmp_path: Path) -> None:
     for mesh, processes, message in (
         ("tp=3", 4, r"mesh \(--mesh\): the mesh tp=3 needs 3 devices, and there are 4"),
-        ("sp=4", 4, "axes of dp, fsdp, ep, tp, got 'sp=4'"),
+        ("pp=4", 4, "axes of dp, fsdp, ep, sp, tp, got 'pp=4'"),
+        ("sp=3", 3, r"block_size .* 16 does not divide over the 3 processes of sp"),
         ("fsdp=3,tp=2", 6, "batch_size .* 8 does not divide over 3 processes that have data of their own"),
         ("", 1, "must be a name"),
     ):

@@ -45,7 +45,7 @@ def test_axes_are_read_in_the_order_of_a_mesh() -> None:
         ("tp=2", "the mesh tp=2 needs 2 devices, and there are 8"),
         ("dp=-1,tp=3", "needs a multiple of 3 devices, and there are 8"),
         ("dp=-1,tp=-1", "only one axis can be -1, the remaining devices, not dp and tp"),
-        ("data=8", "no axis 'data'; the axes are dp, fsdp, pp, ep, tp, sp"),
+        ("data=8", "no axis 'data'; the axes are dp, fsdp, pp, ep, sp, tp"),
         ("tp", "'tp' is not an axis and its size, as in 'tp=2'"),
         ("tp=two", "'tp=two' is not an axis"),
         ("tp=2,tp=4", "the axis tp is given twice"),

@@ -1,0 +1,59 @@
+"""The loss of a head whose weight tensor parallelism shards by the vocabulary: no rank has all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def sharded_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and bias of a `nn.Linear` whose output features are sharded evenly over one mesh axis, in eager mode;
+    else (None, None)."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(layer) is not nn.Linear or not hasattr(weight, "device_mesh") or _hooked(layer):
+        return None, None
+    if torch.compiler.is_compiling() or not all(_by_rows(one) for one in (weight, bias) if one is not None):
+        return None, None
+    return weight, bias
+
+
+def vocabulary_parallel_cross_entropy(
+    hidden: Tensor, weight: Any, labels: Tensor, bias: Any = None, **options: Any
+) -> Tensor:
+    """hidden (..., D) and labels (...), the same on every rank, and DTensors weight (V, D), bias (V,), sharded by V.
+
+    `fused_linear_cross_entropy` with its keywords, computed in the dtype that a linear layer would be. Every rank of
+    the weight's mesh makes the same call and gets the loss, and the gradient of hidden, of the whole vocabulary.
+    """
+    # here, since torch.distributed takes as long to import as a model
+    from torch.distributed.tensor import Shard
+
+    from easytorch.kernels.cross_entropy import vocabulary_parallel
+
+    mesh = weight.device_mesh
+    parts = [None if one is None else one.to_local(grad_placements=[Shard(0)]) for one in (weight, bias)]
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    hidden, own, own_bias = (None if one is None else one.to(dtype) for one in (hidden, *parts))
+    return vocabulary_parallel.cross_entropy(
+        hidden, own, labels, own_bias, group=mesh.get_group(), first=mesh.get_local_rank() * own.shape[0],
+        vocabulary=weight.shape[0], **options,
+    )  # fmt: skip
+
+
+def _hooked(layer: nn.Module) -> bool:
+    """Whether calling the layer does more than its product; transformers marks the forward of a sharded layer."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool(hooks) or ("forward" in layer.__dict__ and not layer.__dict__.get("_is_hooked"))
+
+
+def _by_rows(parameter: Any) -> bool:
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.ndim != 1 or parameter.shape[0] % mesh.size():
+        return False
+    (placement,) = parameter.placements
+    # a strided shard is a subclass in some versions of torch
+    return type(placement).__name__ == "Shard" and placement.dim == 0
