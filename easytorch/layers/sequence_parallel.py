@@ -164,8 +164,8 @@ def _check(
             why = ", ".join(others)
     if why is not None:
         raise NotImplementedError(
-            f"{model.config.model_type}: a sequence divided over sp does not take {why}; gather_model gives the model of "
-            f"one process back"
+            f"{model.config.model_type}: a sequence divided over sp does not take {why}; gather_model gives the model "
+            f"of one process back"
         )
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from easytorch.kernels.cross_entropy import fused_linear, native
-from easytorch.kernels.cross_entropy.chunk import Settings
+from easytorch.kernels.cross_entropy.chunk import Settings, step
 from easytorch.kernels.cross_entropy.fused_linear import default_chunk_size, fused_linear_cross_entropy
 
 
@@ -33,7 +33,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_weight(dtype: torch.d
     labels = torch.randint(0, 64, (1000,))
     with Largest() as largest:
         fused_linear.over_chunks(
-            hidden, weight, None, labels, torch.ones(1000), Settings(-100, 0.1, softcap, 0.1), 16, "torch", [True] * 3
+            hidden, weight, None, labels, torch.ones(1000), Settings(-100, 0.1, softcap, 0.1), 16, step, [True] * 3
         )
     assert largest.elements <= max(hidden.numel(), 16 * 64)
     with Largest() as largest:
