@@ -95,8 +95,9 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
         from easytorch.distributed import expert_parallel
 
         expert_parallel.undo(model)
-    if hasattr(model, "gather_sequence"):
-        model.gather_sequence()
+    over_sequence: Any = model
+    if hasattr(over_sequence, "gather_sequence"):
+        over_sequence.gather_sequence()
     if "_applied_tp_plan" in model.__dict__:
         from easytorch.distributed.tensor_parallel import undo
 

@@ -117,7 +117,7 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
         )
         first = isinstance(output, tuple)  # return_dict=False
         if labels is not None:
-            loss = _SumOverRanks.apply(output[0] if first else output.loss, group, size)  # type: ignore[no-untyped-call]
+            loss = _SumOverRanks.apply(output[0] if first else output.loss, group, size)
             output = (loss, *output[1:]) if first else _with_loss(output, loss)
         return output
 

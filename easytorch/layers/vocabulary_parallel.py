@@ -33,13 +33,17 @@ def vocabulary_parallel_cross_entropy(
     from easytorch.kernels.cross_entropy import vocabulary_parallel
 
     mesh = weight.device_mesh
-    parts = [None if one is None else one.to_local(grad_placements=[Shard(0)]) for one in (weight, bias)]
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    hidden, own, own_bias = (None if one is None else one.to(dtype) for one in (hidden, *parts))
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+    def own(parameter: Any) -> Tensor:
+        part: Tensor = parameter.to_local(grad_placements=[Shard(0)]).to(dtype)
+        return part
+
+    part = own(weight)
     return vocabulary_parallel.cross_entropy(
-        hidden, own, labels, own_bias, group=mesh.get_group(), first=mesh.get_local_rank() * own.shape[0],
+        hidden.to(dtype), part, labels, None if bias is None else own(bias), group=mesh.get_group(),
+        first=mesh.get_local_rank() * part.shape[0],
         vocabulary=weight.shape[0], **options,
     )  # fmt: skip
 

@@ -59,9 +59,9 @@ def cross_entropy(
         group=group,
     )
     if reduction == "none":
-        losses: Tensor = _Losses.apply(rows, weight, bias, flat, call)  # type: ignore[no-untyped-call]
+        losses: Tensor = _Losses.apply(rows, weight, bias, flat, call)
         return losses.reshape(labels.shape)
-    total: Tensor = _Sum.apply(rows, weight, bias, flat, call)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(rows, weight, bias, flat, call)
     return total if reduction == "sum" else total / counted(labels, ignore_index)
 
 
