@@ -1,13 +1,13 @@
 """One Llama in EasyTorch, transformers and llama.cpp, in one run: tokens a second of generation and of prefill.
 
     python scripts/bench_generation.py                       # 0.44 B weights, bfloat16 and float32
-    python scripts/bench_generation.py --dtypes bfloat16 --llama-formats q8_0
+    python scripts/bench_generation.py --dtypes bfloat16 --formats q8_0 q4_0 q4_k_m   # and 8 and 4 bits
     python scripts/bench_generation.py --quick               # a tiny model, to see that everything runs
     python scripts/bench_generation.py --case batch --dtypes bfloat16 --rounds 1      # 16 requests at once
 
 llama.cpp is that of `pip install llama-cpp-python`, which compiles it; without it the other two are measured. All three
 read the same weights: transformers writes random ones, and the bridge converts them to GGUF. Before anything is timed,
-their logits are compared.
+their logits are compared. The rows of `--formats` are of one GGUF file, which EasyTorch computes with as it is.
 
 Each program has a process of its own, which waits while another one works; in every round all of them take turns. A
 figure is the median over the rounds; *of llama.cpp* and *of transformers* are medians of the ratios within a round.
@@ -56,9 +56,11 @@ QUICK = {
     "num_key_value_heads": 2, "vocab_size": 256,
 }  # fmt: skip
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # and what GGUF calls them
+# Those of GGUF with fewer bits, and llama.cpp's names of the ones that it quantizes to.
+FORMATS = {"q8_0": None, "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
 WORKER = Path(__file__).resolve().parent / "generation" / "worker.py"
 # Relative RMS error of the logits against float32's: llama.cpp keeps keys and values in float16.
-TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2, "float16": 1e-2, "q8_0": 5e-2}
+TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2, "float16": 1e-2, "q8_0": 5e-2, "q4_0": 0.5, "q4_k_m": 0.5}
 
 
 class Worker:
@@ -103,16 +105,34 @@ def write_checkpoint(folder: Path, sizes: dict[str, int], positions: int) -> dic
     return {"read": layers + model.lm_head.weight.numel(), "layers": layers}
 
 
-def start_workers(folder: Path, dtype: str, formats: list[str], options: argparse.Namespace) -> dict[str, Worker]:
-    """By the name of the row; llama.cpp has one for each of `formats` as GGUF calls them."""
+def gguf(folder: Path, format_: str) -> Path:
+    """The file of the model in `folder`, written by the bridge, and where llama.cpp alone can by that."""
+    file = folder / f"{format_}.gguf"
+    quantized = FORMATS.get(format_)
+    if file.exists():
+        return file
+    if quantized is None:
+        bridge.convert(folder / "model", file, to="gguf", dtype=format_)
+        return file
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, quantized)
+    source = gguf(folder, "f32")
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(file), settings):
+        raise SystemExit(f"llama.cpp does not quantize {source.name} to {format_}")
+    return file
+
+
+def start_workers(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, Worker]:
+    """By the name of the row; what has fewer bits than `dtype` is a file that both programs run."""
     workers = {}
     if "llama.cpp" in options.programs:
-        for format_ in formats:
-            file = folder / f"{format_}.gguf"
-            if not file.exists():
-                bridge.convert(folder / "model", file, to="gguf", dtype=format_)
-            name = "llama.cpp" if format_ == DTYPES.get(dtype) else f"llama.cpp {format_}"
-            workers[name] = Worker("llama.cpp", file, dtype, options)
+        workers["llama.cpp"] = Worker("llama.cpp", gguf(folder, DTYPES[dtype]), dtype, options)
+    for format_ in options.formats:
+        for program in ("llama.cpp", "easytorch"):
+            if program in options.programs:
+                workers[f"{program} {format_}"] = Worker(program, gguf(folder, format_), dtype, options)
     for program in ("transformers", "easytorch"):
         if program in options.programs:
             workers[program] = Worker(program, folder / "model", dtype, options)
@@ -122,10 +142,13 @@ def start_workers(folder: Path, dtype: str, formats: list[str], options: argpars
 def compare(workers: dict[str, Worker], dtype: str) -> None:
     """`SystemExit` unless all programs compute the same model, up to the rounding of their formats."""
     logits = {name: torch.tensor(worker.ask("logits", PROMPT), dtype=torch.float64) for name, worker in workers.items()}
-    expected = logits["transformers"] if "transformers" in logits else next(iter(logits.values()))
+    whole = logits["transformers"] if "transformers" in logits else next(iter(logits.values()))
     for name, found in logits.items():
+        format_ = name.partition(" ")[2]
+        expected, limit = whole, TOLERANCE.get(format_, TOLERANCE[dtype])
+        if name.startswith("easytorch ") and f"llama.cpp {format_}" in logits:  # of the same file
+            expected, limit = logits[f"llama.cpp {format_}"], TOLERANCE["bfloat16"]
         error = float((found - expected).norm() / expected.norm())
-        limit = TOLERANCE.get(name.partition(" ")[2], TOLERANCE[dtype])
         if not error <= limit:
             raise SystemExit(f"{name} {dtype}: its logits differ by {error:.2g}, more than {limit:.2g}: another model")
 
@@ -164,15 +187,9 @@ def run_case(options: argparse.Namespace, folder: Path, versions: dict[str, str]
     write_checkpoint(folder / "model", sizes, options.positions)
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
 
-    def gguf(dtype: str) -> Path:
-        file = folder / f"{DTYPES[dtype]}.gguf"
-        if not file.exists():
-            bridge.convert(folder / "model", file, to="gguf", dtype=DTYPES[dtype])
-        return file
-
     if "llama.cpp" in options.programs:  # before there is a tokenizer, which GGUF would hold
         for dtype in options.dtypes:
-            gguf(dtype)
+            gguf(folder, DTYPES[dtype])
     write_tokenizer(folder / "model", sizes["vocab_size"])
     print(
         f"{device_name(torch.device('cpu'))}, {options.threads} threads, load {load} before, medians of "
@@ -180,7 +197,7 @@ def run_case(options: argparse.Namespace, folder: Path, versions: dict[str, str]
     )
     for dtype in options.dtypes:
         start = lambda program, model, dtype=dtype: Worker(program, model, dtype, options)  # noqa: E731
-        setting = Setting(options, dtype, folder / "model", start, lambda dtype=dtype: gguf(dtype))
+        setting = Setting(options, dtype, folder / "model", start, lambda dtype=dtype: gguf(folder, DTYPES[dtype]))
         for found in CASES[options.case](setting):
             print(found.markdown(), flush=True)
 
@@ -202,7 +219,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="of the case long")
     parser.add_argument("--programs", nargs="+", choices=programs, default=list(programs))
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bfloat16", "float32"])
-    parser.add_argument("--llama-formats", nargs="*", choices=["q8_0"], default=[], help="of llama.cpp, beside")
+    parser.add_argument("--formats", nargs="*", choices=list(FORMATS), default=[], help="of GGUF files, beside")
     parser.add_argument("--tokens", type=int, default=32, help="that are generated")
     parser.add_argument("--prefill", type=int, default=1024, help="tokens of the prompt that is timed alone")
     parser.add_argument("--rounds", type=int, default=5)
@@ -221,6 +238,8 @@ def arguments() -> argparse.Namespace:
     if "llama.cpp" in options.programs and importlib.util.find_spec("llama_cpp") is None:
         print("llama.cpp is left out: it is not installed (pip install llama-cpp-python)", file=sys.stderr)
         options.programs.remove("llama.cpp")
+        if wanted := [one for one in options.formats if FORMATS[one]]:
+            parser.error(f"--formats {' '.join(wanted)} needs llama.cpp, which writes these files")
     if not options.programs:
         parser.error("there is no program to measure")
     options.positions = positions_of(options)
@@ -240,7 +259,7 @@ def main() -> None:
         device = device_name(torch.device("cpu"))
         figures = Figures(device, options.threads, options.tokens, options.prefill, weights, versions, os.getloadavg())
         for dtype in options.dtypes:
-            workers = start_workers(folder, dtype, [DTYPES[dtype], *options.llama_formats], options)
+            workers = start_workers(folder, dtype, options)
             try:
                 compare(workers, dtype)
                 machine = {"machine": Worker("machine", folder, dtype, options)}

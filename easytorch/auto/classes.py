@@ -257,11 +257,11 @@ def _peek(path: Any, kwargs: dict[str, Any]) -> PreTrainedConfig:
         adapter = folder / "adapter_config.json"
         if adapter.is_file() and not (folder / "config.json").is_file():
             return _config_at(_base_of_adapter(adapter), where)
-        inferred: PreTrainedConfig | None = inferred_config(folder)
-        if inferred is not None:
-            kwargs["config"] = inferred
-            return inferred
         if kwargs.get("gguf_file") is None:
+            inferred: PreTrainedConfig | None = inferred_config(folder)
+            if inferred is not None:
+                kwargs["config"] = inferred
+                return inferred
             check_config(folder)
     if config is None and (stated := gguf_config(path, kwargs)) is not None:
         kwargs["config"] = stated

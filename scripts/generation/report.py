@@ -39,9 +39,12 @@ class Figures:
 
     def ratio(self, dtype: str, row: str, rival: str, what: str) -> float | None:
         """Of the speeds, the median over the rounds; None without that rival."""
+        program, _, format_ = row.partition(" ")
+        if f"{rival} {format_}".strip() in self.rounds[dtype]:  # of the same bits
+            rival = f"{rival} {format_}".strip()
         pairs = zip(self.rounds[dtype][row], self.rounds[dtype].get(rival, []), strict=False)
         ratios = [theirs[what] / ours[what] for ours, theirs in pairs]
-        return statistics.median(ratios) if ratios and row != rival else None
+        return statistics.median(ratios) if ratios and program != rival.partition(" ")[0] else None
 
     def bandwidth(self, dtype: str) -> float:
         """Bytes per second of a plain read."""
@@ -90,5 +93,5 @@ class Figures:
         return "\n".join(lines) + "\n"
 
 
-# Bytes of a weight; Q8_0 has a scale in 16 bits for each 32.
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "q8_0": 1 + 2 / 32}
+# Bytes of a weight; Q8_0 and Q4_0 have a scale in 16 bits for each 32, Q4_K_M some layers in Q6_K.
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "q8_0": 1 + 2 / 32, "q4_0": 0.5 + 2 / 32, "q4_k_m": 0.6}

@@ -75,8 +75,11 @@ class TorchModel(Program):
     """EasyTorch and transformers: the same calls."""
 
     def __init__(self, library: str, folder: str, dtype: str) -> None:
-        source = __import__(library)
-        self._model = source.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        source, file = __import__(library), Path(folder)
+        given: dict[str, Any] = {"gguf_file": file.name} if file.suffix == ".gguf" else {}
+        self._model = source.AutoModelForCausalLM.from_pretrained(
+            file.parent if given else file, dtype=getattr(torch, dtype), **given
+        ).eval()
         self._cache: Any = None
         self._last = 0
 
