@@ -51,7 +51,7 @@ def described() -> str:
     if build.built(path):
         return f"built: {path}"
     tool = " ".join(build.compiler() or ())
-    return f"not built yet: the first call that gains by them compiles them with {tool} (10 to 30 s, once)"
+    return f"not built yet: the first call that gains by them compiles them with {tool} (about a minute, once)"
 
 
 def _switched_off() -> str | None:
@@ -77,7 +77,7 @@ def _try_to_load() -> str | None:
     path = build.library_path()
     if not build.built(path):
         logger.warning(
-            "compiling the C++ kernels into %s: 10 to 30 s, once (EASYTORCH_CPU_KERNELS=0 turns them off)", path.parent
+            "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)", path.parent
         )
     try:
         path = build.build()
