@@ -77,7 +77,8 @@ def _try_to_load() -> str | None:
     path = build.library_path()
     if not build.built(path):
         logger.warning(
-            "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)", path.parent
+            "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)",
+            path.parent,
         )
     try:
         path = build.build()
