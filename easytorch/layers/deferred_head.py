@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -14,6 +13,8 @@ from transformers.modeling_outputs import ModelOutput
 from easytorch.layers.causal_loss import plain_parameters
 from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.token_loss import HeadProduct, finished
+from easytorch.layers.vocabulary_parallel import product as product_of
+from easytorch.layers.vocabulary_parallel import sharded_parameters
 
 
 def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[Any, HeadProduct] | None:
@@ -24,9 +25,14 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
     forward is then wasted.
     """
     head: Any = model.get_output_embeddings()
-    weight, bias = plain_parameters(head) if isinstance(head, nn.Module) else (None, None)
+    if not isinstance(head, nn.Module):
+        return None
+    weight, bias = plain_parameters(head)
+    if weight is None:  # nor FSDP's, which would be gone when the output's logits are read
+        weight, bias = sharded_parameters(head)
     if weight is None:
         return None
+    before: Any = head.__dict__.get("forward")  # tensor parallelism's
     seen: list[Tensor] = []
     probed: list[Tensor] = []
 
@@ -34,10 +40,10 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
         seen.append(hidden_states)
         with torch.no_grad():
             if hidden_states.dim() != 3 or 0 in hidden_states.shape:
-                return F.linear(hidden_states, weight, bias)
+                return product_of(hidden_states, weight, bias)
             # the largest states: a soft cap shows best in large logits
             position = int(hidden_states.norm(dim=-1).amax(0).argmax())
-            probed.append(F.linear(hidden_states[:, position : position + 1], weight, bias))
+            probed.append(product_of(hidden_states[:, position : position + 1], weight, bias))
         return probed[-1].clone()
 
     head.forward = of_one_position
@@ -45,6 +51,8 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
         output = model(**inputs)
     finally:
         del head.__dict__["forward"]
+        if before is not None:
+            head.forward = before
     logits = getattr(output, "logits", None)
     if len(seen) != 1 or len(probed) != 1 or not isinstance(logits, Tensor) or logits.shape != probed[0].shape:
         return None

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from easytorch.kernels.cross_entropy.fused_linear import default_chunk_size
 from easytorch.kernels.cross_entropy.native import check_arguments
 from easytorch.layers.causal_loss import fused_linear_cross_entropy
+from easytorch.layers.vocabulary_parallel import product, vocabulary_parallel_cross_entropy
 from easytorch.operations import OperationRegistry
 
 _CROSS_ENTROPY = OperationRegistry.create("cross_entropy")
@@ -19,7 +20,10 @@ _CROSS_ENTROPY = OperationRegistry.create("cross_entropy")
 
 @dataclass(frozen=True)
 class HeadProduct:
-    """Logits that are not computed yet: softcap(factor * (hidden (..., D) @ weight (V, D).T + bias (V,)))."""
+    """Logits that are not computed yet: softcap(factor * (hidden (..., D) @ weight (V, D).T + bias (V,))).
+
+    weight and bias may be DTensors, sharded by V.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -47,7 +51,7 @@ class HeadProduct:
 
     def materialize(self) -> Tensor:
         """The logits (..., V)."""
-        return finished(F.linear(self.hidden, self.weight, self.bias), self.factor, self.softcap)
+        return finished(product(self.hidden, self.weight, self.bias), self.factor, self.softcap)
 
     def scaled(self) -> tuple[Tensor, Tensor | None]:
         """Hidden states and bias multiplied by the factor."""
@@ -100,7 +104,9 @@ def token_losses(
     }
     if isinstance(source, HeadProduct):
         hidden, bias = source.scaled()
-        losses = fused_linear_cross_entropy(
+        sharded = hasattr(source.weight, "device_mesh")
+        loss = vocabulary_parallel_cross_entropy if sharded else fused_linear_cross_entropy
+        losses = loss(
             hidden, source.weight, labels, bias, softcap=source.softcap, chunk_size=options.chunk_size, **settings
         )
     else:

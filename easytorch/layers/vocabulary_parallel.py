@@ -5,18 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 def sharded_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """The weight and bias of a `nn.Linear` whose output features are sharded evenly over one mesh axis, in eager mode;
     else (None, None)."""
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if type(layer) is not nn.Linear or not hasattr(weight, "device_mesh") or _hooked(layer):
+    # transformers' mark of a tensor parallel layer, whose inputs are the same on every rank: FSDP has DTensors too
+    if type(layer) is not nn.Linear or not layer.__dict__.get("_is_hooked") or torch.compiler.is_compiling():
         return None, None
-    if torch.compiler.is_compiling() or not all(_by_rows(one) for one in (weight, bias) if one is not None):
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return None, None
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if not _by_rows(weight) or not (bias is None or _by_rows(bias)):
         return None, None
     return weight, bias
+
+
+def product(hidden: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    """hidden (..., D), the same on every rank -> hidden @ weight.T + bias (..., V), gathered from shards by V."""
+    if not hasattr(weight, "device_mesh"):
+        return F.linear(hidden, weight, bias)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placed = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    logits: Any = F.linear(placed, weight, bias)
+    gathered: Tensor = logits.full_tensor()
+    return gathered
 
 
 def vocabulary_parallel_cross_entropy(
@@ -46,12 +62,6 @@ def vocabulary_parallel_cross_entropy(
         first=mesh.get_local_rank() * part.shape[0],
         vocabulary=weight.shape[0], **options,
     )  # fmt: skip
-
-
-def _hooked(layer: nn.Module) -> bool:
-    """Whether calling the layer does more than its product; transformers marks the forward of a sharded layer."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return bool(hooks) or ("forward" in layer.__dict__ and not layer.__dict__.get("_is_hooked"))
 
 
 def _by_rows(parameter: Any) -> bool:

@@ -22,6 +22,7 @@ from easytorch.argument_types import check_types
 from easytorch.layers.deferred_head import without_logits
 from easytorch.layers.deferred_logits import SMALLEST
 from easytorch.layers.token_loss import HeadProduct
+from easytorch.layers.vocabulary_parallel import sharded_parameters
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.loss_terms import answers, classification, of_model, routers_loss, tokens
@@ -217,6 +218,8 @@ def _is_large(model: PreTrainedModel, labels: Tensor, config: LossConfig) -> boo
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return False
+    if sharded_parameters(head)[0] is not None:
+        return True
     return config.chunk_size(labels, weight.shape[0]) is not None or labels.numel() * weight.shape[0] >= SMALLEST
 
 

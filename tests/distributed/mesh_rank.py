@@ -31,6 +31,7 @@ from easytorch.distributed.sharding import data_place
 from easytorch.kernels.cross_entropy.native import linear_cross_entropy
 from easytorch.kernels.ring.layout import position_ids
 from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
+from easytorch.protocol.loss_config import LossConfig
 from easytorch.training import TrainingConfig
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
@@ -350,6 +351,27 @@ def check_vocabulary() -> None:
         assert (found.logits - wanted.logits).norm() < 1e-5 * wanted.logits.norm(), "gathered where they are read"
 
 
+def check_options_of_the_loss() -> None:
+    """`compute_loss` over "tp", with options that transformers' own loss has not."""
+    mesh, vocabulary = make_mesh("tp=4"), 404
+    config = LossConfig(label_smoothing=0.1, z_loss=1e-2)
+    alone, model = (make("llama", vocab_size=vocabulary, num_key_value_heads=4) for _ in range(2))
+    model.shard_model(mesh=mesh)
+    with Shapes() as shapes:
+        output, found = model.compute_loss(input_ids=IDS, labels=IDS, loss_config=config)
+        found.loss.backward()
+    # one position shows what the model does with its logits
+    assert not [shape for shape in shapes.seen if vocabulary in shape and torch.Size(shape).numel() > 4 * vocabulary]
+    expected, wanted = alone.compute_loss(input_ids=IDS, labels=IDS, loss_config=config)
+    wanted.loss.backward()
+    assert abs(float(found.loss.detach() / wanted.loss.detach()) - 1) < 1e-5
+    assert float(found.accuracy) == float(wanted.accuracy)
+    assert (output.logits - expected.logits).norm() < 1e-5 * expected.logits.norm()
+    for name, parameter in alone.named_parameters():
+        error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, (name, float(error))
+
+
 def check_refusals() -> None:
     mesh = make_mesh("fsdp=2,tp=2")
     refused("the mesh has pp=4", lambda: make("llama").shard_model(mesh=make_mesh("pp=4")))
@@ -376,6 +398,7 @@ if __name__ == "__main__":
     check_sequences_refused()
     check_vocabulary_loss()
     check_vocabulary()
+    check_options_of_the_loss()
     check_refusals()
     processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     for path in sys.argv[1:]:
