@@ -109,7 +109,9 @@ class _Server:
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)
         make = functools.partial(chat_prompt, engine.tokenizer, body.messages, body.chat_template_kwargs)
-        return await self._answer(body, Chat(body.top_logprobs or 0), lambda: [make()], _params(body), request)
+        return await self._answer(
+            body, Chat(body.top_logprobs or 0, engine.tokenizer), lambda: [make()], _params(body), request
+        )
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from easytorch.generation.engine import CompletionOutput, Logprob, RequestOutput
 from easytorch.serving.errors import APIError
+from easytorch.serving.token_bytes import token_bytes
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -31,8 +32,8 @@ class Kind(Protocol):
 class Chat:
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, top_logprobs: int) -> None:
-        self._top_logprobs = top_logprobs
+    def __init__(self, top_logprobs: int, tokenizer: Any) -> None:
+        self._top_logprobs, self._tokenizer = top_logprobs, tokenizer
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
@@ -58,9 +59,14 @@ class Chat:
         content = []
         for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
             # the chosen token is included, and need not be among the likeliest
-            best = sorted(given.values(), key=lambda one: one.rank)[: self._top_logprobs]
-            content.append(_token_logprob(given[token]) | {"top_logprobs": [_token_logprob(one) for one in best]})
+            best = sorted(given, key=lambda one: given[one].rank)[: self._top_logprobs]
+            tops = [self._token(one, given[one]) for one in best]
+            content.append(self._token(token, given[token]) | {"top_logprobs": tops})
         return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        text = _text(logprob)
+        return {"token": text, "logprob": logprob.logprob, "bytes": token_bytes(self._tokenizer, token, text)}
 
 
 class Completions:
@@ -105,10 +111,6 @@ class Completions:
 
 def _text(logprob: Logprob) -> str:
     return logprob.decoded_token or ""
-
-
-def _token_logprob(logprob: Logprob) -> dict[str, Any]:
-    return {"token": _text(logprob), "logprob": logprob.logprob, "bytes": list(_text(logprob).encode())}
 
 
 class Usage:

@@ -23,8 +23,8 @@ class Limits:
             return
         headers = dict(scope["headers"])
         if self.api_key is not None and scope["path"] not in _UNAUTHENTICATED:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.api_key.encode()):
                 error = APIError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
                 await error.response()(scope, receive, send)
                 return

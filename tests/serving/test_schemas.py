@@ -13,6 +13,7 @@ from easytorch.generation.engine import EngineStats, SamplingParams
 from easytorch.serving import metrics
 from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
+from easytorch.serving.token_bytes import token_bytes
 
 # None of them a default of SamplingParams.
 GIVEN = {
@@ -189,3 +190,13 @@ def test_every_count_of_the_engine_is_a_metric():
     ]
     assert said.count("# TYPE") == said.count("# HELP") == len(values) - 1 and said.endswith("\n")
     assert "counter" in said.split("# TYPE easytorch_steps_total ")[1][:8] and "easytorch_" in metrics.text(None, {})
+
+
+def test_the_bytes_of_a_token_of_part_of_a_character():
+    class Named:
+        def convert_ids_to_tokens(self, token):
+            return ["<0xE2>", "âĤ", "\ufffd", "ab"][token]
+
+    broken = "\ufffd"
+    assert [token_bytes(Named(), token, broken) for token in range(3)] == [[0xE2], [0xE2, 0x82], list(broken.encode())]
+    assert token_bytes(Named(), 3, "ab") == [97, 98]

@@ -95,6 +95,18 @@ def test_a_chat_stream_joins_to_the_answer(client):
     assert usage.prompt_tokens_details.cached_tokens >= 16
 
 
+def test_the_bytes_of_tokens_join_to_the_text(client):
+    """Those of a character that is several tokens too, each of which is no text by itself."""
+    more = {"structured_outputs": {"choice": ["a 日本 👍 é"]}}
+    chat = client.chat.completions.create(
+        model="small", messages=MESSAGES, logprobs=True, top_logprobs=1, max_tokens=40, extra_body=more
+    )
+    tokens = chat.choices[0].logprobs.content
+    joined = b"".join(bytes(one.bytes) for one in tokens if one.token != "<|endoftext|>")
+    assert any("\ufffd" in one.token for one in tokens)
+    assert joined.decode() == chat.choices[0].message.content == "a 日本 👍 é"
+
+
 def test_completions(client, expected, tokenizer):
     prompts = ["the class", "binds a name to"]
     answer = client.completions.create(model="small", prompt=prompts, temperature=0, max_tokens=8, logprobs=1, n=1)
