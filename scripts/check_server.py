@@ -44,7 +44,8 @@ WILD: tuple[Any, ...] = (
 FIELDS = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "min_tokens", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "structured_outputs", "stream",
+    "stop_token_ids", "allowed_token_ids", "bad_words",
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "structured_outputs", "stream",
     "stream_options", "logprobs", "top_logprobs", "echo", "best_of", "suffix", "tools", "response_format", "user",
     "chat_template_kwargs", "metadata", "nonsense",
 )  # fmt: skip

@@ -97,6 +97,8 @@ class SamplingRequest(_Request):
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Token] | None = None
+    allowed_token_ids: list[Token] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -120,8 +122,8 @@ class SamplingRequest(_Request):
     def _given(self) -> dict[str, Any]:
         names = (
             "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-            "ignore_eos", "skip_special_tokens",
+            "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logit_bias:

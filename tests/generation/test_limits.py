@@ -26,6 +26,7 @@ ENDS = {
         {"frequency_penalty": -2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 1e-9}, {"max_tokens": 1},
         {"max_tokens": None, "min_tokens": 99}, {"min_tokens": 16}, {"logprobs": 0}, {"logprobs": 20}, {"seed": -1},
         {"logit_bias": {0: -100}}, {"logit_bias": {0: 100.0}}, {"stop": []}, {"stop_token_ids": [0]}, {"top_k": 2},
+        {"allowed_token_ids": [0]}, {"bad_words": []}, {"bad_words": ["a"]},
     ],
 }  # fmt: skip
 BEYOND = {
@@ -44,7 +45,8 @@ BEYOND = {
         {"logit_bias": {0: True}}, {"stop": [3]}, {"structured_outputs": {"regex": "a"}}, {"stop": 3}, {"stop": b"a"},
         {"stop_token_ids": 5}, {"stop_token_ids": "ab"}, {"stop_token_ids": {5}}, {"logit_bias": [(5, 1.0)]},
         {"stop_token_ids": iter([5])}, {"include_stop_str_in_output": "false"}, {"ignore_eos": 1},
-        {"skip_special_tokens": None},
+        {"skip_special_tokens": None}, {"allowed_token_ids": []}, {"allowed_token_ids": [-1]}, {"bad_words": "a"},
+        {"bad_words": [""]}, {"bad_words": [3]},
     ],
 }  # fmt: skip
 

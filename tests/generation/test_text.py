@@ -62,6 +62,8 @@ def test_bytes_that_are_no_text_break_no_character_after_them():
         pieces = list(decode_incrementally(tokenizer, ids))
         assert "".join(pieces) == "\ufffd" * broken + "€👍\ufffdé!" == tokenizer.decode(ids)
         assert "👍" in pieces and "!" in pieces
+        for end in range(len(ids)):  # what is held back comes at the end, and nothing twice
+            assert "".join(decode_incrementally(tokenizer, ids[:end])) == tokenizer.decode(ids[:end])
 
 
 def test_incomplete_end_is_shown_at_the_end(tokenizer):

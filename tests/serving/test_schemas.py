@@ -20,7 +20,7 @@ GIVEN = {
     "n": 2, "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "presence_penalty": 1.5, "stop": ["a", "b"],
     "frequency_penalty": -0.5, "repetition_penalty": 1.25, "logit_bias": {"5": 3.0, "7": -2.0}, "seed": 11,
     "min_tokens": 3, "stop_token_ids": [4, 6], "include_stop_str_in_output": True, "ignore_eos": True,
-    "skip_special_tokens": False,
+    "skip_special_tokens": False, "allowed_token_ids": [5, 7], "bad_words": ["a"],
 }  # fmt: skip
 STREAMED = {"stream", "stream_options", "structured_outputs"}
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "x"}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from easytorch.cache.arguments import cache_argument, positive
 from easytorch.generation.engine.memory import cache_sizes
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
-from easytorch.generation.engine.request import Logprob, Request, RequestOutput
+from easytorch.generation.engine.request import Logprob, Request, RequestOutput, token_sequences
 from easytorch.generation.engine.sampler import logprobs_of, sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
@@ -140,11 +140,13 @@ class Engine:
             raise ValueError(f"request {request_id!r} exists already; request ids must be unique")
         tokens = self.tokens_of(prompt)
         max_length = self._max_length(len(tokens), params)
-        for name, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            given: Iterable[int] | None = getattr(params, name)
             if given and (wrong := [token for token in given if token >= self._vocabulary]):
                 raise ValueError(f"{name} has token {wrong[0]}; the vocabulary has {self._vocabulary}")
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give the engine one, or stop_token_ids")
+        for name, texts in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
+            if texts and self.tokenizer is None:
+                raise ValueError(f"{name} need a tokenizer, which the engine has not: give it one")
         structure = None
         if params.structured_outputs is not None:
             structure = self.structured_outputs.compile(params.structured_outputs)
@@ -165,6 +167,7 @@ class Engine:
             max_length=max_length,
             end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
             stop_tokens=frozenset(params.stop_token_ids or ()),
+            bad_words=token_sequences(self.tokenizer, params.bad_words or ()),
             text=text,
             structure=structure,
             index=index,

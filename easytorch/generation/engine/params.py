@@ -24,6 +24,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once and for each time.
     repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the output.
     logit_bias: added to the logits of these tokens.
+    allowed_token_ids: no other tokens. bad_words: strings whose last token is not chosen after their others, with and
+    without a space before them; needs a tokenizer.
     seed: equal seeds give equal tokens, whatever else runs; None draws one.
     max_tokens: generate at most this many; None: as many as the engine's max_model_length leaves.
     min_tokens: no end token or stop token before this many.
@@ -44,6 +46,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -84,8 +88,14 @@ class SamplingParams:
                 raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
         if self.seed is not None:
             _integer("seed", self.seed, None)
-        for token in _list("stop_token_ids", self.stop_token_ids):
-            _integer("stop_token_ids", token, 0)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in _list(name, getattr(self, name)):
+                _integer(name, token, 0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty: no token could be chosen")
+        for word in _list("bad_words", self.bad_words):
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words={self.bad_words!r} must be strings, none of them empty")
         if not isinstance(self.logit_bias, Mapping | None):
             raise ValueError(f"logit_bias={self.logit_bias!r} must be a dict of biases by token")
         for token, bias in (self.logit_bias or {}).items():

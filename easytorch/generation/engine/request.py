@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,6 +66,7 @@ class Request:
     end_tokens: frozenset[int]
     stop_tokens: frozenset[int]
     text: StoppedText | None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     structure: StructuredText | None = None
     index: int = 0
     slot: int = -1
@@ -129,6 +131,15 @@ class Request:
             finished=self.finish_reason is not None,
             num_cached_tokens=self.cached or 0,
         )
+
+
+def token_sequences(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text and after a space, as vLLM takes its bad words."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(found)
 
 
 def decode_token(tokenizer: Any, token: int) -> str | None:

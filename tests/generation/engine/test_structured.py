@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import llguidance
 import pytest
@@ -12,6 +13,7 @@ import transformers
 
 import easytorch
 from easytorch.generation.engine import Engine, SamplingParams, StructuredOutputsParams
+from easytorch.generation.engine.request import token_sequences
 from easytorch.training.tokenizer import train_tokenizer
 
 SCHEMA = {
@@ -187,6 +189,30 @@ def test_the_first_mask_is_computed_when_a_grammar_is_compiled(engine, monkeypat
     with pytest.raises(ValueError, match=r"cannot be compiled: too many states$"):
         engine.structured_outputs._compile("start: A")
     assert calls == ["made", "mask"]
+
+
+def test_bad_words_and_allowed_tokens(engine):
+    """Of words the token that would complete them, after a space too; of tokens all others."""
+    free = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+    text = engine.tokenizer.encode(" yes no")
+
+    def generated(**more):
+        outputs = [
+            list(engine.stream([5, 9, 33], replace(free, seed=seed, **more)))[-1].outputs[0] for seed in range(4)
+        ]
+        return [token for one in outputs for token in one.token_ids], "".join(one.text for one in outputs)
+
+    only, joined = generated(allowed_token_ids=text)
+    assert set(only) == set(text) and " yes" in joined and " no" in joined
+    _, joined = generated(allowed_token_ids=text, bad_words=["no"])
+    assert " no" not in joined and " yes" in joined
+    several = engine.tokenizer.encode("ab", add_special_tokens=False) + engine.tokenizer.encode("c") * 2
+    word = token_sequences(engine.tokenizer, ["cc"])[0]
+    assert len(word) == 2
+    _, joined = generated(allowed_token_ids=several, bad_words=["cc"])
+    assert "cc" not in joined and "c" in joined
+    with pytest.raises(ValueError, match="allowed_token_ids has token 99999"):
+        engine.add_request([5], replace(free, allowed_token_ids=[99999]))
 
 
 def test_a_tokenizer_is_needed():
