@@ -16,6 +16,7 @@ _EXTRAS = {
     "matplotlib": "train",
     "tokenizers": "train",
     "lion_pytorch": "train",
+    "datasets": "finetune",
     "fastapi": "serve",
     "uvicorn": "serve",
     "jinja2": "serve",

@@ -131,6 +131,10 @@ def attend(
     what the chosen implementation does not carry.
     """
     observed(module)
+    if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
+        # norms of queries and keys give float32 there, and torch's attention casts
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if cache is not None:
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = _paged(module, cache, key, value, attention_mask, kwargs)

@@ -81,8 +81,7 @@ def packed_inputs(
 def _check_apart(model: PreTrainedModel) -> None:
     """`ValueError` where two sequences in a row give other numbers than alone. Tried once, on six tokens, of
     transformers' own classes: some take positions and do not mask by them, or count them otherwise."""
-    native = type(model).__module__.startswith("easytorch.")
-    if native or vars(model).get("_keeps_apart") or torch.compiler.is_compiling():
+    if _is_native(model) or vars(model).get("_keeps_apart") or torch.compiler.is_compiling():
         return
     words = model.config.get_text_config().vocab_size
     tokens = (torch.arange(6, device=model.device) + words // 2)[None] % words
@@ -105,6 +104,11 @@ def _check_apart(model: PreTrainedModel) -> None:
     if not float((packed - single).abs().max()) <= allowed * float(single.abs().max()):
         raise ValueError(f"{type(model).__name__} does not keep packed sequences apart by their positions: {_ALONE}")
     vars(model)["_keeps_apart"] = True
+
+
+def _is_native(model: PreTrainedModel) -> bool:
+    """FSDP2 puts a class of its own before that of the model."""
+    return any(one.__module__.startswith("easytorch.models.") for one in type(model).__mro__)
 
 
 def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> 
 
 def _refusal(model: PreTrainedModel, recurrent: bool, only_recurrent: bool) -> str | None:
     """Why a model cannot keep packed sequences apart; None: it can."""
-    if recurrent and not type(model).__module__.startswith("easytorch."):
+    if recurrent and not _is_native(model):
         return "is transformers' own recurrent class, whose states run on from one packed sequence to the next"
     if model.config.is_encoder_decoder:
         return "has an encoder and a decoder, and segment_ids would be of one of them"

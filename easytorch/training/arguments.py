@@ -104,8 +104,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         option, default = "--" + item.name.replace("_", "-"), item.default
         if item.name in ("text", "change"):
             parser.add_argument(option, nargs="+", metavar="FILE" if item.name == "text" else "SETTING")
-        elif item.name == "model":
-            parser.add_argument(option, type=_model, metavar="JSON|FOLDER|ID")
+        elif item.name in ("model", "lora"):
+            parser.add_argument(option, type=_model, metavar="JSON|FOLDER|ID" if item.name == "model" else "JSON")
         elif isinstance(default, bool):
             parser.add_argument(option, action=argparse.BooleanOptionalAction)
         else:

@@ -16,6 +16,9 @@ from easytorch.distributed.mesh import DATA, parse_axes
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "muon": "Muon", "adafactor": "Adafactor"}
+TASKS = ("pretrain", "sft", "dpo")
+QUANTIZATIONS = ("nf4", "int8", "int4")
+CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
@@ -24,7 +27,8 @@ MESH_AXES = (*DATA, "sp", "tp")
 # Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
-    "checkpoint_format", "async_checkpoint",
+    "checkpoint_format", "async_checkpoint", "activation_checkpointing", "activation_checkpointing_every",
+    "tensorboard",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -55,13 +59,28 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A causal language model trained on text files.
+    """A causal language model trained on text files, conversations or preferences.
 
     text: UTF-8 files, each one document.
+    dataset: instead of text, JSON lines (a file ending in .jsonl or .json), or what the package `datasets` loads: a
+        folder or a name on the hub, of which `dataset_split` is taken.
+    task: "pretrain" on the column "text"; "sft" on "messages", or "prompt" and "completion", with a loss on the answers
+        alone; "dpo" on "chosen" and "rejected", with "prompt" or a beginning that they share.
+    chat_template: a file with the Jinja template of conversations, where the tokenizer has none.
+    packing: of "sft", several examples in a row, which do not attend to each other; otherwise each has its own row.
+    streaming: read the dataset as training goes on, shuffled in a buffer of `shuffle_buffer` examples (0: in order).
+        Nothing is held out then.
+    beta, label_smoothing: of "dpo", how near the model stays to the reference, the model before training, and the share
+        of pairs that are taken to be the wrong way round.
     output: folder that receives `checkpoint-<step>/`, `metrics.jsonl`, `loss.png` and the tokenized text.
     model: the architecture, as its transformers config (`{"model_type": "llama", "hidden_size": 256, ...}`; vocabulary
         and special tokens come from the tokenizer; what is left out is transformers' default, which may be large), or
         the folder or hub id of a pretrained model to train further. The default is a Llama of 4 M parameters.
+    tokenizer: the folder or hub id of one for a new model; None trains one on the text.
+    lora: train a low-rank adapter alone, of a pretrained model: {"rank": 8, "pattern": "q_proj|v_proj", "alpha": 16,
+        "dropout": 0.0, "merge": false}, of which rank must be given. Checkpoints hold the adapter, as PEFT writes it;
+        with "merge" the folder `model` of the output receives the model with the adapter in its weights.
+    quantize: with lora, the frozen weights in few bits: "nf4" (QLoRA), "int8" or "int4".
     vocab_size: of the byte-level BPE tokenizer trained on the text; 257 means plain bytes (256 and end-of-text). It is
         not used when `model` is pretrained and so has a tokenizer.
     block_size: tokens in a training sequence; documents are packed into blocks without padding.
@@ -80,6 +99,10 @@ class TrainingConfig:
     grad_clip: maximum global norm of the gradients; 0 disables clipping.
     seed: of the initial weights, the order of the blocks and dropout.
     dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32.
+    activation_checkpointing: "full" keeps the inputs of layers alone and computes each layer again in the backward
+        pass, "selective" keeps the results of matrix products and attention too; both in every
+        `activation_checkpointing_every`-th layer.
+    compile: run each layer compiled by torch.compile.
     attn_implementation: forces an attention implementation ("flash", "sdpa", ...); None chooses automatically.
     eval_fraction: share of the blocks held out, evaluated every `eval_every` steps and at the end.
     log_every: steps between log lines where the output is not a terminal.
@@ -87,6 +110,7 @@ class TrainingConfig:
     checkpoint_format: "full" is gathered and written by the first process, as transformers does; of "sharded" each
         process writes its own part; "auto" is sharded where the mesh shards the weights. Any mesh resumes both.
     async_checkpoint: a sharded checkpoint is copied to the CPU's memory and written while training goes on.
+    tensorboard: write the metrics for TensorBoard too, in the folder `tensorboard` of the output.
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of
         each layer; one size may be -1, the rest. None means "dp=-1".
@@ -98,9 +122,21 @@ class TrainingConfig:
     device: "auto" (CUDA or ROCm if there is one, else CPU), "cpu" or "cuda".
     """
 
-    text: tuple[str, ...]
+    text: tuple[str, ...] = ()
     output: str
+    dataset: str | None = None
+    dataset_split: str = "train"
+    task: str = "pretrain"
+    chat_template: str | None = None
+    packing: bool = True
+    streaming: bool = False
+    shuffle_buffer: int = 1000
+    beta: float = 0.1
+    label_smoothing: float = 0.0
     model: dict[str, Any] | str = field(default_factory=default_model)
+    tokenizer: str | None = None
+    lora: dict[str, Any] | None = None
+    quantize: str | None = None
     vocab_size: int = 4096
     block_size: int = 256
     batch_size: int = 16
@@ -118,6 +154,9 @@ class TrainingConfig:
     grad_clip: float = 1.0
     seed: int = 0
     dtype: str = "float32"
+    activation_checkpointing: str = "none"
+    activation_checkpointing_every: int = 1
+    compile: bool = False
     attn_implementation: str | None = None
     eval_fraction: float = 0.05
     eval_every: int = 100
@@ -126,6 +165,7 @@ class TrainingConfig:
     keep_checkpoints: int = 2
     checkpoint_format: str = "auto"
     async_checkpoint: bool = False
+    tensorboard: bool = False
     mesh: str | None = None
     on_nonfinite: str = "stop"
     resume: bool = False
@@ -140,9 +180,9 @@ class TrainingConfig:
             )
         for item in dataclasses.fields(self):
             self._require_type(item.name, str(item.type))
-        if not self.text:
-            raise ValueError(f"{flag('text')} names no file to train on")
-        for name in ("text", "output", "model", "attn_implementation", "mesh"):
+        check_data(self)
+        check_adapter(self)
+        for name in ("text", "output", "model", "attn_implementation", "mesh", "dataset", "dataset_split", "tokenizer"):
             value = getattr(self, name)
             for path in value if isinstance(value, tuple) else (value,):
                 if isinstance(path, str) and (not path or "\0" in path):
@@ -157,14 +197,18 @@ class TrainingConfig:
             "log_every",
             "keep_checkpoints",
             "decay_steps",
+            "activation_checkpointing_every",
         ):
             self._require_count(name, 1)
-        for name in ("warmup_steps", "save_every"):
+        for name in ("warmup_steps", "save_every", "shuffle_buffer"):
             self._require_count(name, 0)
-        for name in ("learning_rate", "min_learning_rate", "weight_decay", "grad_clip"):
+        for name in ("learning_rate", "min_learning_rate", "weight_decay", "grad_clip", "beta"):
             self._require(name, 0 <= getattr(self, name) <= sys.float_info.max, "0 or more, and finite")
         for name in ("beta1", "beta2", "eval_fraction"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        self._require("label_smoothing", 0 <= self.label_smoothing < 0.5, "at least 0 and below 0.5")
+        known = f"one of {', '.join(CHECKPOINTING)}"
+        self._require("activation_checkpointing", self.activation_checkpointing in CHECKPOINTING, known)
         self._require("seed", 0 <= self.seed <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}")
         self._require("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         self._require("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
@@ -224,8 +268,14 @@ class TrainingConfig:
             axes = parse_axes(self.mesh or "dp=-1", processes)
         except ValueError as error:
             raise ValueError(f"{flag('mesh')}: {error}") from error
+        if self.lora is not None and any(size != 1 for name, size in axes.items() if name != "dp"):
+            raise ValueError(f"{flag('lora')} trains replicas alone (--mesh dp=-1), and the mesh is {self.mesh}")
         for name, size in axes.items():
             self._require("mesh", name in MESH_AXES or size == 1, f"axes of {', '.join(MESH_AXES)}")
+        if self.task != "pretrain" and axes.get("sp", 1) > 1:
+            raise ValueError(
+                f"{flag('mesh')} {self.mesh}: sp divides rows of one length, and {flag('task')} {self.task} has others"
+            )
         if self.block_size % axes.get("sp", 1):
             raise ValueError(
                 f"{flag('block_size')} {self.block_size} does not divide over the {axes['sp']} processes of sp in the "
@@ -264,10 +314,65 @@ class TrainingConfig:
         if unknown:
             names = ", ".join(name + nearest(name, known) for name in unknown)
             raise ValueError(f"unknown training settings {names}; known: {', '.join(known)}")
-        missing = [flag(name) for name in ("text", "output") if name not in values]
+        missing = [flag("text")] if "text" not in values and values.get("dataset") is None else []
+        missing += [flag("output")] if "output" not in values else []
         if missing:
             raise ValueError(f"training needs {' and '.join(missing)}")
         return cls(**values)
+
+
+def check_data(config: TrainingConfig) -> None:
+    """`ValueError` for settings of the data that do not fit together."""
+    config._require("task", config.task in TASKS, f"one of {', '.join(TASKS)}")
+    if config.dataset is not None and config.text:
+        raise ValueError(f"{flag('text')} and {flag('dataset')} are two sources: give one")
+    if config.dataset is None:
+        if not config.text:
+            raise ValueError(f"{flag('text')} names no file to train on")
+        if config.task != "pretrain":
+            raise ValueError(f"{flag('task')} {config.task} needs a {flag('dataset')}, not text files")
+        if config.streaming:
+            raise ValueError(f"{flag('streaming')} needs a {flag('dataset')}, not text files")
+    if config.streaming and config.eval_fraction:
+        raise ValueError(f"{flag('streaming')} holds nothing out: give {flag('eval_fraction')} 0")
+    if config.streaming and isinstance(config.model, dict) and config.tokenizer is None:
+        raise ValueError(f"{flag('streaming')} trains no tokenizer: give a {flag('tokenizer')}, or a pretrained model")
+    if config.tokenizer is not None and isinstance(config.model, str):
+        raise ValueError(f"{flag('tokenizer')} is for a new model, and {config.model!r} has its own")
+
+
+# Settings of `lora` and what each must be.
+LORA: dict[str, tuple[Any, str]] = {
+    "rank": (int, "an integer"),
+    "pattern": ((str, type(None)), "a regular expression or null"),
+    "alpha": ((int, float, type(None)), "a number or null"),
+    "dropout": ((int, float), "a number"),
+    "merge": (bool, "true or false"),
+}
+
+
+def check_adapter(config: TrainingConfig) -> None:
+    """`ValueError` for settings of the adapter that do not fit together."""
+    if config.quantize is not None:
+        config._require("quantize", config.quantize in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
+        if config.lora is None:
+            raise ValueError(f"{flag('quantize')} freezes the weights: give {flag('lora')} too, which trains")
+    if config.lora is None:
+        return
+    for name, value in config.lora.items():
+        if name not in LORA:
+            raise ValueError(f"{flag('lora')} has no setting {name!r}{nearest(name, LORA)}: {', '.join(LORA)}")
+        accepted, words = LORA[name]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and name != "merge"):
+            raise ValueError(f"{flag('lora')}: {name} must be {words}, got {value!r}")
+    if config.lora.get("rank", 0) < 1:
+        raise ValueError(f"{flag('lora')} needs a rank of at least 1, got {config.lora}")
+    if isinstance(config.model, dict):
+        raise ValueError(f"{flag('lora')} adapts a pretrained {flag('model')}: give its folder or id")
+    if config.lora.get("merge") and config.quantize is not None:
+        raise ValueError(f"{flag('lora')}: an adapter is not merged into weights that are quantized: leave merge out")
+    if config.checkpoint_format == "sharded":
+        raise ValueError(f"{flag('lora')} writes PEFT's files: give {flag('checkpoint_format')} full or auto")
 
 
 # The annotations above -> what a value must be an instance of, and how a message says so.
@@ -275,6 +380,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "tuple[str, ...]": (tuple, "a list of strings"),
     "str": (str, "a string"),
     "str | None": ((str, type(None)), "a string or null"),
+    "dict[str, Any] | None": ((dict, type(None)), "a JSON object or null"),
     "dict[str, Any] | str": ((dict, str), "a JSON object, or the folder or id of a model"),
     "int": (int, "an integer"),
     "int | None": ((int, type(None)), "an integer or null"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from easytorch.bridge.errors import CheckpointError
+from easytorch.training.activations import checkpoint_and_compile
 from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
@@ -29,6 +31,7 @@ from easytorch.training.prepare import (
     check_model,
     find_checkpoint,
     make_model,
+    make_reference,
     read_task,
     write_data,
 )
@@ -37,6 +40,7 @@ from easytorch.training.report import ProgressReport
 from easytorch.training.saving import CheckpointSaver
 from easytorch.training.sharded import restore
 from easytorch.training.task import Batch, Task, on_device
+from easytorch.training.usage import Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,9 +83,13 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         tokenizer, task = read_task(config)
         model = make_model(config, tokenizer, checkpoint, processes.device)
         check_model(model, task, config)
+        task.prepare(model, make_reference(config, tokenizer, processes.device))
+        checkpoint_and_compile(model, config)
     parallel = in_parallel(model, task, processes, config)
     with processes.together():
         optimizer, state = _make_optimizer(model, config, checkpoint)
+        if place := state.get("data"):
+            task.restore(place)
     if checkpoint is not None and "optimizer_steps" in state:
         restore(checkpoint, state, model, optimizer, processes)
     saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
@@ -143,6 +151,7 @@ class _Run:
         self.parallel = parallel
         self.report: ProgressReport | None = None
         self.skipped = self.skipped_in_a_row = 0
+        self.logged: Mapping[str, torch.Tensor] = {}  # of the last batch, beside its loss
 
     def run(self) -> TrainingResult:
         config, interrupted = self.config, False
@@ -152,7 +161,14 @@ class _Run:
             stack.callback(self.saver.close)
             if self.processes.first:
                 self.report = stack.enter_context(
-                    ProgressReport(Path(config.output), self.step, config.steps, config.log_every)
+                    ProgressReport(
+                        Path(config.output),
+                        self.step,
+                        config.steps,
+                        config.log_every,
+                        Usage(self.model, config, self.processes),
+                        config.tensorboard,
+                    )
                 )
                 self._introduce()
             while self.step < config.steps and not interrupted:
@@ -189,6 +205,7 @@ class _Run:
         # Of the batch's targets, and gradients are averaged over the places.
         targets = task.targets(indices) / self.parallel.places
         total = torch.zeros((), device=self.processes.device)
+        logged: dict[str, Any] = {}
         for number, piece in enumerate(pieces, start=1):
             batch = on_device(task.rows(piece), self.processes.device)
             # Gradients are summed over the processes once, with the last piece.
@@ -196,10 +213,12 @@ class _Run:
                 loss = self._loss(self.parallel.module, batch) / (targets / task.targets(piece))
                 loss.backward()
             total += loss.detach()
+            for name, value in self.logged.items():
+                logged[name] = logged.get(name, 0.0) + value / (targets / task.targets(piece))
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = total_norm(p.grad for p in parameters if p.grad is not None)
         # The same two values in every process, so that all of them take the step or none does.
-        summed, norms = self.processes.sum(total, norm)
+        summed, norms, *others = self.processes.sum(total, norm, *logged.values())
         mean, gradient_norm = summed / self.processes.world, norms / self.processes.world
         if math.isfinite(mean) and math.isfinite(gradient_norm):
             if config.grad_clip:
@@ -218,6 +237,7 @@ class _Run:
                 learning_rate=rate,
                 gradient_norm=gradient_norm,
                 rate=tokens / (time.perf_counter() - start),
+                logged={name: one / self.processes.world for name, one in zip(logged, others, strict=True)},
             )
 
     def _meet_nonfinite(self, loss: float, norm: float) -> None:
@@ -256,7 +276,7 @@ class _Run:
             self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"
         )
         with autocast:
-            loss, _ = self.task.loss(module, batch)
+            loss, self.logged = self.task.loss(module, batch)
         return loss
 
     @torch.no_grad()
@@ -291,7 +311,7 @@ class _Run:
             found = self._nonfinite_next()
         if found is not None:
             self._fail(self.step, f"{found}, with the weights after this step")
-        self.saver.save(self.step, self.optimizer)
+        self.saver.save(self.step, self.optimizer, self.task.state())
 
     def _nonfinite_next(self) -> str | None:
         """The first non-finite value in a forward and backward of one row per process, without dropout, if any."""

@@ -79,6 +79,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     original, wrong = type(model), None
     try:
         shard_model(model, mesh=mesh)
+        task.shard(mesh)
     except (ValueError, NotImplementedError) as error:  # sizes and plans, which are the same in each process
         wrong = ValueError(f"{flag('mesh')} {config.mesh}: {error}")
     with processes.together():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,15 +12,21 @@ import torch
 
 import easytorch
 from easytorch.auto.tokenizer import load_tokenizer
-from easytorch.training import architecture, memory
+from easytorch.training import adapter, architecture, memory
+from easytorch.training.chat import set_template
 from easytorch.training.checkpoint import PROGRESS, latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks, read_texts, split_blocks, tokenize
+from easytorch.training.dataset_tasks import DatasetTask, PreferenceTask
 from easytorch.training.disk import named_os_errors
+from easytorch.training.examples import Examples
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.optimizers import check_installed
 from easytorch.training.processes import find_device
-from easytorch.training.resume import check_same, stored_settings
+from easytorch.training.report import check_tensorboard
+from easytorch.training.resume import check_same, fingerprint, stored_settings
+from easytorch.training.rows import Rows, write_rows
+from easytorch.training.sources import Source, StoredRows, StreamedRows
 from easytorch.training.task import Task, TextTask
 from easytorch.training.tokenizer import train_tokenizer
 
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
 class Inputs:
     """The inputs, checked before anything is created.
 
-    texts: the documents. settings: what a checkpoint will store of them. notes: what the user is told.
+    texts: the documents, of files. settings: what a checkpoint will store of them. notes: what the user is told.
     """
 
     texts: list[str]
@@ -45,8 +52,10 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     check_installed(config.optimizer)
     device = find_device(config.device)
     checkpoint = find_checkpoint(config)
-    texts = read_texts(config.text)
-    settings, notes = stored_settings(config, processes, texts), list[str]()
+    check_tensorboard(config)
+    texts = read_texts(config.text) if config.dataset is None else []
+    digest = fingerprint(texts) if config.dataset is None else Examples(config).fingerprint()
+    settings, notes = stored_settings(config, processes, digest), list[str]()
     if checkpoint is not None:
         stored = load_state(checkpoint).get("settings")
         if stored is None:
@@ -57,6 +66,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     elif config.resume:
         notes.append(f"{config.output} has no checkpoint to resume: this run starts from the beginning")
     model = architecture.check_architecture(config.model)
+    if config.lora is not None:
+        notes.append(adapter.describe(config))
     if isinstance(config.model, dict):
         if "vocab_size" in config.model:
             notes.append("the model's vocab_size is not used: the tokenizer's is, set by --vocab-size")
@@ -87,14 +98,39 @@ def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None
     # transformers draws a bar for each save and load; this run has one of its own.
     logging.disable_progress_bar()
     folder = Path(config.output) / "data"
-    source = checkpoint or (config.model if isinstance(config.model, str) else None)
+    source = checkpoint or (config.model if isinstance(config.model, str) else config.tokenizer)
+    if source is None and config.dataset is not None:
+        texts = list(_strings(list(Examples(config))))
     tokenizer = train_tokenizer(texts, config.vocab_size) if source is None else load_tokenizer(source)
-    tokens = tokenize(texts, tokenizer)
-    split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses too little text
+    set_template(tokenizer, config)
+    if config.dataset is None:
+        tokens = tokenize(texts, tokenizer)
+        split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses too little text
     with named_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(folder)
-        np.save(folder / "tokens.npy", tokens)
+        if config.dataset is None:
+            np.save(folder / "tokens.npy", tokens)
+        elif not config.streaming:
+            _write_rows(folder / "rows", tokenizer, config)
+
+
+def _write_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:
+    made = Rows(config, tokenizer)
+    count = write_rows(folder, (row for row, _ in made.of(Examples(config))))
+    if note := made.counts.note():
+        print(note, flush=True)
+    if not count:
+        raise ValueError(f"{flag('dataset')} {config.dataset} makes no row to train on")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside of examples, to train a tokenizer on."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(one)
 
 
 def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
@@ -102,8 +138,13 @@ def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     from transformers import AutoTokenizer
 
     folder = Path(config.output) / "data"
-    blocks = TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction)
-    return AutoTokenizer.from_pretrained(folder), TextTask(blocks)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if config.dataset is None:
+        return tokenizer, TextTask(TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction))
+    source: Source = (
+        StreamedRows(config, tokenizer, Examples(config)) if config.streaming else StoredRows(folder / "rows", config)
+    )
+    return tokenizer, (PreferenceTask if config.task == "dpo" else DatasetTask)(source, config)
 
 
 def make_model(
@@ -117,6 +158,8 @@ def make_model(
     if config.attn_implementation is not None:
         chosen["attn_implementation"] = config.attn_implementation
     torch.manual_seed(config.seed)
+    if config.lora is not None:
+        return adapter.load_adapted(config, checkpoint, device, chosen)
     if checkpoint is not None and (checkpoint / PROGRESS).is_file():
         # its weights are read once the model is sharded
         model: torch.nn.Module = auto.from_config(AutoConfig.from_pretrained(checkpoint), **chosen)
@@ -131,6 +174,15 @@ def make_model(
         except ValueError as error:
             raise ValueError(f"{flag('model')}: {error}") from error
     return cast("PreTrainedModel", model.to(device))
+
+
+def make_reference(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> PreTrainedModel | None:
+    """The model that preferences are measured against: as it is before the first step, in a resumed run too."""
+    if config.task != "dpo" or config.lora is not None:
+        return None
+    return make_model(config, tokenizer, None, device)
 
 
 def check_model(model: PreTrainedModel, task: Task, config: TrainingConfig) -> None:

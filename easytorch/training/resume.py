@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easytorch.training.config import TrainingConfig
@@ -22,11 +22,14 @@ def fingerprint(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def stored_settings(config: TrainingConfig, processes: int, texts: Sequence[str]) -> dict[str, Any]:
-    """Stored in a checkpoint: the settings that affect the result, a hash of the text, the number of processes."""
+def stored_settings(config: TrainingConfig, processes: int, sha256: str) -> dict[str, Any]:
+    """Stored in a checkpoint: the settings that affect the result, a hash of the text or of the examples, the number of
+    processes."""
+    settings: Mapping[str, Any] = {name: value for name, value in config.settings().items() if name != "dataset"}
+    files = list(config.text) if config.dataset is None else [config.dataset]
     return {
-        **config.settings(),
-        "text": {"files": list(config.text), "sha256": fingerprint(texts)},
+        **settings,
+        "text": {"files": files, "sha256": sha256},
         "processes": processes,
     }
 

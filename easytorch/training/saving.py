@@ -12,6 +12,7 @@ import torch
 
 from easytorch.bridge.storage.atomic import new_folder
 from easytorch.distributed.shards import ShardsFailedError, model_tensors, result_of, save_shards
+from easytorch.training import adapter
 from easytorch.training.checkpoint import PROGRESS, checkpoint_path, remove_old, save_checkpoint
 from easytorch.training.config import TrainingConfig
 from easytorch.training.disk import named_os_errors
@@ -46,19 +47,25 @@ class CheckpointSaver:
         )
         self._running: tuple[Path, Future[Any], ExitStack] | None = None
 
-    def save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Write the checkpoint of `step`, or begin to. Raises the error of the one before, if it failed."""
+    def save(self, step: int, optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step`, or begin to. Raises the error of the one before, if it failed.
+
+        data: the place in the data, where the step does not say it.
+        """
         self.wait()
         final = checkpoint_path(Path(self.config.output), step)
         if self.sharded:
-            self._save_sharded(final, step, optimizer)
+            self._save_sharded(final, step, optimizer, data)
             return
         model, state = self.parallel.to_save(), full_state(optimizer)
         with self.processes.together():
             if self.processes.first:
                 save_checkpoint(
                     final, step, model, self.tokenizer,
-                    {"optimizer": state, "without_moments": without_moments(optimizer), "settings": self.settings},
+                    {
+                        "optimizer": state, "without_moments": without_moments(optimizer), "settings": self.settings,
+                        "data": dict(data),
+                    },
                     self.config.keep_checkpoints,
                 )  # fmt: skip
         self.newest = final
@@ -78,6 +85,8 @@ class CheckpointSaver:
                 folder = Path(self.config.output) / MODEL
                 with named_os_errors(folder):
                     export_model(self.newest, folder)
+            if self.config.lora is not None and self.config.lora.get("merge") and self.processes.first:
+                adapter.write_merged(self.parallel.model, self.tokenizer, Path(self.config.output) / MODEL)
 
     def close(self) -> None:
         """Let a save in the background come to its end where the run has failed, whose error is the one to report."""
@@ -86,26 +95,27 @@ class CheckpointSaver:
             if (error := future.exception()) is not None:
                 staging.__exit__(type(error), error, None)
 
-    def _save_sharded(self, final: Path, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def _save_sharded(self, final: Path, step: int, optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
         staging = ExitStack()
         folder = final
         with self.processes.together():
             if self.processes.first:
                 folder = staging.enter_context(new_folder(final, replace=True))
         try:
-            self._begin(final, step, optimizer, staging, self.processes.from_first(folder))
+            tensors, steps = moments(self.parallel.model, optimizer)
+            progress = progress_text(step, self.settings, steps, data)
+            self._begin(final, tensors, progress, staging, self.processes.from_first(folder))
         except BaseException as error:
             staging.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _begin(
-        self, final: Path, step: int, optimizer: torch.optim.Optimizer, staging: ExitStack, folder: Path
+        self, final: Path, tensors: Mapping[str, torch.Tensor], progress: str, staging: ExitStack, folder: Path
     ) -> None:
-        tensors, steps = moments(self.parallel.model, optimizer)
         with self.processes.together():
             if self.processes.first:
                 with named_os_errors(final):
-                    self._write_beside(folder, progress_text(step, self.settings, steps))
+                    self._write_beside(folder, progress)
         keep = self.config.keep_checkpoints
 
         def publish() -> None:

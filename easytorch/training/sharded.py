@@ -44,9 +44,10 @@ def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
     return tensors, steps
 
 
-def progress_text(step: int, settings: Mapping[str, Any], steps: Mapping[str, float]) -> str:
+def progress_text(step: int, settings: Mapping[str, Any], steps: Mapping[str, float], data: Mapping[str, Any]) -> str:
     """The content of `training_state.json`."""
-    return json.dumps({"step": step, "settings": settings, "optimizer_steps": steps}, indent=1) + "\n"
+    state = {"step": step, "settings": settings, "optimizer_steps": steps, "data": data}
+    return json.dumps(state, indent=1) + "\n"
 
 
 def export_model(checkpoint: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Batch = dict[str, Tensor]  # name -> (N, ...), a row of the data each
-Rows = Sequence[int] | np.ndarray
+Indices = Sequence[int] | np.ndarray
 
 
 class Task(ABC):
@@ -32,16 +32,16 @@ class Task(ABC):
         """(batch_size,): the rows of step `step`, over all processes."""
         return step_indices(step, batch_size, self.train_count, seed)
 
-    def sample(self, place: int) -> Rows:
+    def sample(self, place: int) -> Indices:
         """One training row, another for each of the first places."""
         return [place % self.train_count]
 
     @abstractmethod
-    def rows(self, indices: Rows) -> Batch: ...
+    def rows(self, indices: Indices) -> Batch: ...
 
     @abstractmethod
-    def targets(self, indices: Rows) -> int:
-        """How many values the loss of these rows is the mean of: at least 1."""
+    def targets(self, indices: Indices) -> int:
+        """How many values the loss of these rows is the mean of: at least 1 a row."""
 
     @abstractmethod
     def largest_token(self) -> int: ...
@@ -52,19 +52,21 @@ class Task(ABC):
 
     def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The mean loss of a batch, and what else is logged, as means too."""
-        loss: Tensor = module(**self.inputs(module, batch), use_cache=False).loss
+        loss: Tensor = module(**batch, use_cache=False).loss
         return loss, {}
 
-    def inputs(self, module: nn.Module, batch: Batch) -> dict[str, Any]:
-        """The batch as keywords of a model's forward."""
-        return dict(batch)
+    def prepare(self, model: PreTrainedModel, reference: PreTrainedModel | None) -> None:  # noqa: B027
+        """Called once with the model to be trained, and one to compare it with, before either is sharded."""
 
-    def prepare(self, model: PreTrainedModel) -> None:  # noqa: B027
-        """Called once, before the first step, with the model whose parameters are trained."""
+    def shard(self, mesh: Any) -> None:  # noqa: B027
+        """Called once where the model to be trained is sharded over `mesh`."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores of the place in the data, beside the step; `TrainingConfig.resume` gives it back."""
+        """The place in the data after the last `indices`, where the step does not say it."""
         return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from a `state`."""
 
 
 class TextTask(Task):
@@ -74,11 +76,11 @@ class TextTask(Task):
         self.blocks = blocks
         self.train_count, self.eval_count = blocks.train_count, blocks.eval_count
 
-    def rows(self, indices: Rows) -> Batch:
+    def rows(self, indices: Indices) -> Batch:
         tokens = self.blocks.batch(indices)
         return {"input_ids": tokens, "labels": tokens}
 
-    def targets(self, indices: Rows) -> int:
+    def targets(self, indices: Indices) -> int:
         return len(indices) * (self.blocks.blocks.shape[1] - 1)
 
     def largest_token(self) -> int:

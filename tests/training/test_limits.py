@@ -64,7 +64,8 @@ def test_every_setting_that_affects_training_is_compared_on_resuming(settings):
     assert fields - settings().settings().keys() == set(NOT_COMPARED)
     assert set(NOT_COMPARED) == {
         "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints",
-        "on_nonfinite", "checkpoint_format", "async_checkpoint",
+        "on_nonfinite", "checkpoint_format", "async_checkpoint", "activation_checkpointing",
+        "activation_checkpointing_every", "tensorboard",
     }  # fmt: skip
 
 
@@ -78,7 +79,12 @@ def test_a_run_without_any_default_does_what_its_settings_say(settings, capsys):
     )  # fmt: skip
     defaults = TrainingConfig(text=("a",), output="b")
     same = [name for name in vars(config) if getattr(config, name) == getattr(defaults, name)]
-    assert same == ["schedule", "decay_steps", "dtype", "async_checkpoint", "resume", "change"]
+    data = ["dataset", "dataset_split", "task", "chat_template", "packing", "streaming", "shuffle_buffer"]
+    data += ["beta", "label_smoothing", "tokenizer", "lora", "quantize"]  # in test_finetuning.py
+    layers = ["activation_checkpointing", "activation_checkpointing_every", "compile"]  # in test_activations.py
+    assert same == [
+        *data, "schedule", "decay_steps", "dtype", *layers, "async_checkpoint", "tensorboard", "resume", "change",
+    ]  # fmt: skip
     result = train(config)
     assert (result.steps, result.interrupted, result.skipped) == (7, False, 0)
     assert sorted(path.name for path in Path(config.output).glob("checkpoint-*")) == [
