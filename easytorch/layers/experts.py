@@ -22,8 +22,7 @@ grouped_matmul = OperationRegistry.create("grouped_matmul")
 quantized_matmul = OperationRegistry.create("quantized_matmul")
 
 OURS = "easytorch"  # our name in transformers' ExpertsInterface
-# The values of `config._experts_implementation` that run ours; "grouped_mm" is transformers' default in a config.
-NATIVE_INTERFACES = (None, OURS, "eager", "grouped_mm")
+NATIVE_INTERFACES = (None, OURS, "eager")  # the values of `config._experts_implementation` that run ours
 
 
 def apply_experts(

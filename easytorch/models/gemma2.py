@@ -39,6 +39,7 @@ class Gemma2DecoderLayer(PrePostNormLayer):
 class Gemma2PreTrainedModel(NativeDecoder):
     config: Gemma2Config
     config_class = Gemma2Config
+    _supports_sdpa = False  # which has no softcap
     _no_split_modules = ["Gemma2DecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {"hidden_states": Gemma2DecoderLayer, "attentions": Gemma2Attention}  # noqa: RUF012
 

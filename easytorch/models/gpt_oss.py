@@ -73,6 +73,7 @@ class GptOssDecoderLayer(DecoderLayer):
 class GptOssPreTrainedModel(NativeMoeDecoder):
     config: GptOssConfig
     config_class = GptOssConfig
+    _supports_sdpa = False  # which has no sinks
     _no_split_modules = ["GptOssDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "router_logits": OutputRecorder(GptOssTopKRouter, index=0),

@@ -152,6 +152,7 @@ class Llama4VisionPixelShuffleMLP(nn.Module):
 class Llama4PreTrainedModel(NativeMoeDecoder):
     config: Llama4Config
     config_class = Llama4Config
+    other_experts = False
     input_modalities: Any = ("image", "text")
 
     @torch.no_grad()

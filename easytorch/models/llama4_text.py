@@ -105,6 +105,7 @@ class Llama4TextDecoderLayer(DecoderLayer):
 class Llama4PreTrainedModel(NativeMoeDecoder):
     config: Llama4TextConfig
     config_class = Llama4TextConfig
+    other_experts = False
     least_counts = {"intermediate_size_mlp": 0, "floor_scale": 1}  # noqa: RUF012
     _no_split_modules = ["Llama4TextDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012

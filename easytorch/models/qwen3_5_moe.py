@@ -51,4 +51,5 @@ class Qwen3_5MoeForConditionalGeneration(
     backbone_class = Qwen3_5MoeModel
     output_class = MoeCausalLMOutputWithPast
     accepts_loss_kwargs = False
+    _fsdp_plan = BalancedCausalLMHead._fsdp_plan
     arguments = head_arguments(*VIDEO_TEXT_INPUTS, "output_router_logits")

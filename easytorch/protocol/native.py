@@ -195,7 +195,9 @@ class NativeVideoText(NativeDecoder):
 
 
 class NativeMoeDecoder(NativeDecoder):
-    """The same for a family with experts, which are ours under every name that transformers gives its own."""
+    """The same for a family with experts, which are ours unless another implementation than "eager" is asked for."""
+
+    other_experts: ClassVar[bool] = True  # False where transformers has no other implementation than its own
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         super()._init_weights(module)
@@ -204,7 +206,7 @@ class NativeMoeDecoder(NativeDecoder):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True
+        return cls.other_experts
 
     def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str:
         """ "easytorch" unless one is asked for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 
 import pytest
@@ -22,6 +24,7 @@ from easytorch.layers.attention import (
 )
 from easytorch.operations import UnsupportedOperationError
 from easytorch.protocol.native_classes import new_part
+from tests.models.families import CAUSAL, FAMILIES
 
 B, H, K, T, S, D = 2, 4, 2, 5, 7, 8
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -187,3 +190,14 @@ def test_a_part_that_is_transformers_own_has_its_own_attention(name: str) -> Non
     config._attn_implementation_internal = name
     part = new_part(config)
     assert type(part) is BloomModel and part.config._attn_implementation not in OURS
+
+
+def test_a_class_says_whether_it_takes_sdpa() -> None:
+    """As transformers' own do: what ATen's attention does not carry is refused at the call."""
+    for family, name in CAUSAL.items():
+        model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), name)
+        model = model_class._from_config(FAMILIES[family].config(), attn_implementation="sdpa").eval()
+        with torch.no_grad(), contextlib.ExitStack() as refused:
+            if not model._supports_sdpa:
+                refused.enter_context(pytest.raises(UnsupportedOperationError, match="ATen has no"))
+            model(torch.tensor([[5, 9, 33]]))

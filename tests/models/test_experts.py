@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from unittest.mock import Mock, patch
+
 import pytest
 import torch
 import transformers
@@ -13,7 +16,7 @@ from easytorch.layers import experts
 from easytorch.layers.experts import Experts, apply_experts
 from easytorch.layers.routers import load_balancing_loss
 from easytorch.operations.dispatch.check import relative_rms_error
-from tests.models.families import CAUSAL, EXPERTS, FAMILIES
+from tests.models.families import CAUSAL, EXPERTS, FAMILIES, HEADS
 from tests.models.test_parity import TOLERANCE, assert_same, seen
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
@@ -85,17 +88,29 @@ def test_a_file_with_stacked_experts_loads_too(family, make_pair, tmp_path) -> N
 
 
 @pytest.mark.parametrize("family", REPLACEABLE)
-def test_every_implementation_computes_the_same(family, make_pair) -> None:
+def test_every_implementation_runs_and_computes_the_same(family, make_pair) -> None:
     ours, theirs = models(make_pair, family)
     assert ours.config._experts_implementation == "easytorch"
-    with torch.no_grad():
+    names = ("eager", "grouped_mm", "batched_mm", "easytorch")
+    functions = {name: Mock(wraps=ALL_EXPERTS_FUNCTIONS[name]) for name in names[1:3]}
+    with torch.no_grad(), patch.dict(ALL_EXPERTS_FUNCTIONS._global_mapping, functions):
         expected = ours(IDS).logits
-        for name in ("eager", "grouped_mm", "batched_mm", "easytorch"):
+        for name in names:
             for model in (ours, theirs):
                 model.set_experts_implementation(name)
                 torch.testing.assert_close(model(IDS).logits, expected, **TOLERANCE)
+                assert [one for one, function in functions.items() if function.called] == [name] * (name in functions)
+                for function in functions.values():
+                    function.reset_mock()
     with pytest.raises(ValueError, match="nosuch"):
         ours.set_experts_implementation("nosuch")
+
+
+def test_who_takes_an_implementation_is_as_in_transformers() -> None:
+    for family, name in HEADS:
+        ours = getattr(importlib.import_module(f"easytorch.models.{family}"), name)
+        takes = getattr(transformers, name)._can_set_experts_implementation()
+        assert ours._can_set_experts_implementation() == takes, name
 
 
 def test_a_function_that_was_registered_runs(make_pair, monkeypatch) -> None:

@@ -118,9 +118,11 @@ def test_initial_weights_names_and_plans_are_those_of_transformers(family, head)
         assert (given == 0) == (expected == 0), name
         assert given == pytest.approx(expected, rel=max(0.4, 2 / weight.numel() ** 0.5), abs=0.01), name
     if family == "llama4":  # which has the plan of its decoder under a name that is none, too
-        kept = {name: how for name, how in made[0]._tp_plan.items() if not name.startswith("language_model.layers.")}
-        made[0]._tp_plan = kept
-    plans = ("_tp_plan", "_pp_plan", "_no_split_modules", "all_tied_weights_keys", "base_model_prefix")
+        for plan in ("_tp_plan", "_fsdp_plan"):
+            given = getattr(made[0], plan)
+            twice = {name.replace(".model.", ".", 1) for name in given if name.startswith("language_model.model.")}
+            setattr(made[0], plan, {name: how for name, how in given.items() if name not in twice})
+    plans = ("_tp_plan", "_pp_plan", "_fsdp_plan", "_no_split_modules", "all_tied_weights_keys", "base_model_prefix")
     for plan in (*plans, "main_input_name", "input_modalities", "accepts_loss_kwargs"):
         assert getattr(made[1], plan, None) == getattr(made[0], plan, None), plan
 
