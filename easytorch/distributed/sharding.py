@@ -129,7 +129,11 @@ def params_sharding(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The device mesh that the model's parameters are sharded over; None where none is."""
+    """The device mesh that the model's parameters are sharded over, replicas included; None where none is."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    if modules and not any(hasattr(one, "device_mesh") for one in model.parameters()):
+        for module in modules:  # a forward without a backward leaves replicas as plain tensors
+            module.reshard()
     return next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
 
 

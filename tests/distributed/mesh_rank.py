@@ -27,7 +27,7 @@ from easytorch.distributed import (
     shard_model,
     to_placements,
 )
-from easytorch.distributed.sharding import data_place
+from easytorch.distributed.sharding import data_place, mesh_of
 from easytorch.kernels.cross_entropy.native import linear_cross_entropy
 from easytorch.kernels.ring.layout import position_ids
 from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
@@ -257,6 +257,9 @@ def check_sequences() -> None:
         for name, parameter in alone.named_parameters():
             error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
             assert error < 1e-5, (number, name, float(error))
+    with torch.no_grad():
+        model(**given)
+    assert mesh_of(model) is not None, "an evaluated model is saved as a sharded one"
 
 
 def check_sequences_refused() -> None:
