@@ -73,7 +73,11 @@ def fsdp_groups(model: nn.Module) -> list[nn.Module]:
         if name and (generic_name(name) in names if names else type(module).__name__ in classes)
     ]
     # a weight that is used in two places stays gathered with the rest
-    return [module for module in found if not any(id(one) in tied for one in module.parameters())]
+    return [
+        module
+        for module in found
+        if any(True for _ in module.parameters()) and not any(id(one) in tied for one in module.parameters())
+    ]
 
 
 def undo(model: nn.Module) -> None:

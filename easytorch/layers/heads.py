@@ -80,6 +80,18 @@ class CausalLMHead(_Base):
         self.lm_head = nn.Linear(width_of(config), self.vocab_size, bias=self.lm_head_bias)
         self.post_init()
 
+    def stage_refusal(self) -> str | None:
+        """Why the layers cannot be divided into stages of a pipeline; None where they can."""
+        from easytorch.layers.stages import stage_refusal
+
+        return stage_refusal(self)
+
+    def keep_layers(self, first: int, last: int) -> None:
+        """Become the stage of a pipeline that has the layers `first` to `last` (exclusive); see `layers.stages`."""
+        from easytorch.layers.stages import keep_layers
+
+        keep_layers(self, first, last)
+
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
         return logits

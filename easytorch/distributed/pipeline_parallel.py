@@ -1,0 +1,123 @@
+"""Pipeline parallelism: the layers of a model divided into stages over the axis "pp", by torch.distributed.pipelining.
+
+Each rank of the axis has one stage, and all of them are given the same micro-batches, whose hidden states go from stage
+to stage and whose gradients come back (1F1B, arXiv:1806.03377).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Any, Any], Tensor]  # of a module, which is called by keywords and whose output has a loss, and a batch
+
+
+class Pipeline:
+    """One rank's stage of `model`, whose other layers are left out of it.
+
+    `ValueError` where there are fewer layers than stages, `NotImplementedError` for a model that cannot be divided.
+    """
+
+    def __init__(self, model: Any, ranks: DeviceMesh) -> None:
+        kind = type(model).__name__
+        if not hasattr(model, "stage_refusal"):
+            raise NotImplementedError(f"{kind} cannot be divided into stages over pp: native decoders can")
+        if (why := model.stage_refusal()) is not None:
+            raise NotImplementedError(f"{kind} cannot be divided into stages over pp: {why}")
+        layers = model.config.get_text_config().num_hidden_layers
+        self.model, self.ranks = model, ranks
+        self.stage, self.stages = ranks.get_local_rank(), ranks.size()
+        if layers < self.stages:
+            raise ValueError(f"{layers} layers do not make pp={self.stages} stages: take at most {layers}")
+        self.first, self.last = self.stage == 0, self.stage == self.stages - 1
+        self.device, self.dtype = model.device, model.dtype
+        model.keep_layers(*(layers * (self.stage + end) // self.stages for end in (0, 1)))
+
+    def step(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss) -> Tensor:
+        """Forward and backward of each micro-batch: gradients of sum(loss / divisor), which each rank returns, ().
+
+        The micro-batches are of one shape. loss_of: as called with the full model.
+        """
+        return self._run(batches, divisors, loss_of, train=True)
+
+    def evaluate(self, batch: Batch, loss_of: Loss) -> Tensor:
+        """The loss of one batch, without gradients, on each rank."""
+        return self._run([batch], [1.0], loss_of, train=False)
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm of all stages' gradients, of this stage's."""
+        squared = own.detach().float().square()
+        dist.all_reduce(squared, group=self.ranks.get_group())
+        return squared.sqrt()
+
+    def _run(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss, *, train: bool) -> Tensor:
+        def run(x: Tensor, number: int) -> Tensor:
+            loss = loss_of(_StageModule(self, x), batches[number])
+            return loss / divisors[number] if self.last else loss
+
+        shapes = {tuple(one["input_ids"].shape) for one in batches}
+        if len(shapes) > 1:
+            raise ValueError(f"micro-batches over pp are of one shape, not of {sorted(shapes)}")
+        numbers = torch.arange(len(batches), device=self.device)
+        hidden = torch.empty(
+            (*shapes.pop(), self.model.config.get_text_config().hidden_size), dtype=self.dtype, device="meta"
+        ).requires_grad_(train)
+        stage = _Stage(
+            self.model, self.stage, self.stages, self.device,
+            input_args=numbers[:1].to("meta") if self.first else hidden,
+            output_args=torch.empty((), dtype=self.dtype, device="meta").requires_grad_(train) if self.last else hidden,
+            group=self.ranks.get_group(),
+        )  # fmt: skip
+        stage.run = run
+        # 1F1B takes at least one micro-batch for each stage
+        kind = Schedule1F1B if len(batches) >= self.stages else ScheduleGPipe
+        schedule = kind(stage, len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
+        losses: list[Tensor] = []
+        more: dict[str, Any] = {"target": numbers, "losses": losses} if self.last else {}
+        with nullcontext() if train else torch.no_grad():
+            act = schedule.step if train else schedule.eval
+            act(*([numbers] if self.first else []), number=numbers, return_outputs=False, **more)
+        total = torch.stack([one.detach().float() for one in losses]).sum() if self.last else torch.zeros(())
+        total = total.to(self.device)
+        group = self.ranks.get_group()
+        dist.broadcast(total, dist.get_global_rank(group, self.stages - 1), group=group)
+        return total
+
+
+class _Stage(PipelineStage):
+    run: Callable[[Tensor, int], Tensor]
+
+    def forward_maybe_with_nosync(self, x: Tensor, number: Tensor) -> Tensor:
+        return self.run(x, int(number))
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: shapes are given, so no trial has run whose gradients torch would remove here, with all others."""
+
+
+class _StageModule:
+    """The model as a loss calls it: the stage's forward of `x` takes the place of the full one."""
+
+    def __init__(self, pipeline: Pipeline, x: Tensor) -> None:
+        self.pipeline, self.x = pipeline, x
+
+    def __call__(self, **inputs: Any) -> Any:
+        pipeline = self.pipeline
+        if not pipeline.first:
+            inputs = {name: one for name, one in inputs.items() if name != "input_ids"} | {"inputs_embeds": self.x}
+        if pipeline.last:
+            return pipeline.model(**inputs)
+        inputs.pop("labels", None)
+        return SimpleNamespace(loss=pipeline.model(**inputs).logits)
+
+    def __getattr__(self, name: str) -> Any:
+        model: nn.Module = self.pipeline.model
+        return getattr(model, name)
