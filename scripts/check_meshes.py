@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from easytorch.distributed.mesh import parse_axes  # noqa: E402
+from easytorch.distributed.shards import load_shards, saved_tensors  # noqa: E402
 from easytorch.training import TrainingConfig, train  # noqa: E402
-from easytorch.training.checkpoint import load_state  # noqa: E402
 from easytorch.training.loop import train_among  # noqa: E402
 from easytorch.training.metrics import read_metrics  # noqa: E402
 from easytorch.training.processes import joined  # noqa: E402
@@ -42,11 +42,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {
         "model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **SIZES,
     },
+    "latent": {
+        "model_type": "deepseek_v3", "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, **SIZES,
+        "num_key_value_heads": 8,
+    },
 }  # fmt: skip
 MESHES = (
     "dp=2", "fsdp=2", "tp=2", "sp=2", "dp=4", "fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2", "tp=4",
     "sp=4", "dp=2,sp=2", "fsdp=2,sp=2", "sp=2,tp=2",
 )  # fmt: skip
+STAGES = ("pp=2", "dp=2,pp=2", "fsdp=2,pp=2", "pp=2,tp=2")
+OF_EXPERTS = ("ep=2", "ep=4", "dp=2,ep=2", "fsdp=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")
+MESHES_OF = {  # tied weights are in one stage
+    "dense": MESHES, "qk-norms": (*MESHES, *STAGES), "experts": (*MESHES, *OF_EXPERTS, *STAGES), "latent": OF_EXPERTS,
+}  # fmt: skip
 FIRST = "-first"  # ends the name of the output of a run of one step
 TOLERANCE = {"loss": 1e-5, "gradient_norm": 1e-4, "gradients": 1e-5}
 
@@ -55,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--meshes", nargs="+", default=MESHES)
+    parser.add_argument("--meshes", nargs="+", help="for each of the models; by default those it can be trained over")
     parser.add_argument("--train", nargs="+", metavar="FILE", help="what a process that torchrun started trains")
     given = parser.parse_args()
     if given.train:
@@ -70,10 +81,10 @@ def main() -> int:
             train(_first_step(config))
         # one start of the processes for all models and meshes of as many
         by_processes: dict[int, list[tuple[str, str, TrainingConfig]]] = {}
-        for mesh in given.meshes:
-            processes = math.prod(int(size.partition("=")[2]) for size in mesh.split(","))
-            assert parse_axes(mesh, processes)
-            for model in given.models:
+        for model in given.models:
+            for mesh in given.meshes or MESHES_OF[model]:
+                processes = math.prod(int(size.partition("=")[2]) for size in mesh.split(","))
+                assert parse_axes(mesh, processes)
                 config = _config(Path(folder) / f"{model}-{mesh}", text, model, given.steps, mesh)
                 by_processes.setdefault(processes, []).append((model, mesh, config))
         for processes, runs in by_processes.items():
@@ -99,7 +110,7 @@ def _config(output: Path, text: Path, model: str, steps: int, mesh: str | None =
 def _first_step(config: TrainingConfig) -> TrainingConfig:
     """One step alone: without momentum the first moment is the gradient, clipped."""
     output = config.output + FIRST
-    return dataclasses.replace(config, output=output, steps=1, warmup_steps=0, beta1=0.0, checkpoint_format="full")
+    return dataclasses.replace(config, output=output, steps=1, warmup_steps=0, beta1=0.0, checkpoint_format="sharded")
 
 
 def _train_over(configs: Sequence[TrainingConfig], processes: int) -> None:
@@ -127,15 +138,21 @@ def _train_here(files: Sequence[str]) -> int:
 def _difference(output: Path, alone: Path, key: str) -> float:
     """The largest relative difference of a step's value, or of a parameter's gradient."""
     if key == "gradients":
-        moments = [load_state(Path(f"{one}{FIRST}") / "checkpoint-1")["optimizer"]["state"] for one in (output, alone)]
-        assert moments[0].keys() == moments[1].keys() and moments[1]
-        pairs = [(moments[0][number]["exp_avg"], one["exp_avg"]) for number, one in moments[1].items()]
-        return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+        first, expected = (_first_moments(Path(f"{one}{FIRST}") / "checkpoint-1") for one in (output, alone))
+        assert first.keys() == expected.keys() and expected
+        return max(float((first[name] - one).norm() / one.norm().clamp(min=1e-30)) for name, one in expected.items())
     found, wanted = (
         [line[key] for line in read_metrics(folder / "metrics.jsonl") if key in line] for folder in (output, alone)
     )
     assert len(found) == len(wanted) > 0
     return max(abs(one / other - 1) for one, other in zip(found, wanted, strict=True))
+
+
+def _first_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    names = {name: one for name, one in saved_tensors(checkpoint).items() if name.startswith("optimizer.exp_avg.")}
+    tensors = {name: torch.zeros(one.size) for name, one in names.items()}
+    load_shards(tensors, checkpoint)
+    return tensors
 
 
 if __name__ == "__main__":

@@ -67,6 +67,14 @@ def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Device
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def without_axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """The submesh of this rank with all axes but one; None where no other is left."""
+    names = tuple(one for one in mesh.mesh_dim_names or () if one != name)
+    if len(names) == mesh.ndim:
+        return mesh
+    return mesh[names] if names else None
+
+
 def release_groups(mesh: DeviceMesh | None) -> None:
     """Release the process groups of a mesh (None for none) after `destroy_process_group`.
 

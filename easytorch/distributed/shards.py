@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -69,7 +70,7 @@ def save_shards(
         if local.numel() and local.data_ptr() in seen:
             state[name] = state[name].clone()  # safetensors refuses two names of one memory
         seen.add(local.data_ptr())
-    writer = _Writer(folder, _files(state), finish)
+    writer = _Writer(folder, _merged(_files(state), group), finish)
     # that there is no process group is what a single process wants; the filter is for a thread too
     warnings.filterwarnings("ignore", message=_ALONE)
     if in_background:
@@ -196,6 +197,16 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         found[name] = number
         filled += taken
     return found
+
+
+def _merged(files: dict[str, int], group: Any) -> dict[str, int]:
+    """In the first rank, which plans the save, the files of all ranks' tensors: a stage of a pipeline has its own."""
+    if group is None:
+        return files
+    first = dist.get_rank(group) == 0
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(files, found if first else None, group=group, group_dst=0)
+    return {name: number for one in found for name, number in one.items()} if first else files
 
 
 def _failed(error: CheckpointException) -> ShardsFailedError:

@@ -1,7 +1,7 @@
 """A decoder that keeps a part of its layers, as one stage of a pipeline.
 
-What it leaves out passes its input on, so that a forward of the model is a forward of the stage: `inputs_embeds` are the
-hidden states of the stage before, and the `logits` of all stages but the last are the hidden states for the next.
+What it leaves out passes its input on, so that a forward of the model is a forward of the stage: `inputs_embeds` are
+the hidden states of the stage before, and the `logits` of all stages but the last are the hidden states for the next.
 Parameters keep their names.
 """
 

@@ -22,7 +22,7 @@ CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("auto", "cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
-MESH_AXES = (*DATA, "sp", "tp")
+MESH_AXES = (*DATA, "pp", "sp", "tp")
 
 # Output and logging settings: a resumed run may change them without affecting training.
 NOT_COMPARED = (
@@ -112,8 +112,8 @@ class TrainingConfig:
     async_checkpoint: a sharded checkpoint is copied to the CPU's memory and written while training goes on.
     tensorboard: write the metrics for TensorBoard too, in the folder `tensorboard` of the output.
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
-        gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of
-        each layer; one size may be -1, the rest. None means "dp=-1".
+        gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer, and
+        "pp" the layers into stages; one size may be -1, the rest. None means "dp=-1".
     on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step is skipped and the run
         continues ("skip"), up to ten in a row. A checkpoint is written only if the weights give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
@@ -281,6 +281,10 @@ class TrainingConfig:
                 f"{flag('block_size')} {self.block_size} does not divide over the {axes['sp']} processes of sp in the "
                 f"mesh {self.mesh}"
             )
+        if axes.get("pp", 1) > 1 and axes.get("sp", 1) > 1:
+            raise ValueError(f"{flag('mesh')} {self.mesh}: pp and sp do not go together")
+        if axes.get("pp", 1) > 1 and self.checkpoint_format == "full":
+            raise ValueError(f"{flag('checkpoint_format')} full is none of a mesh with pp, {self.mesh}: take sharded")
         return axes
 
     def share(self, processes: int) -> tuple[int, int]:

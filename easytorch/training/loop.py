@@ -19,7 +19,7 @@ from easytorch.training.activations import checkpoint_and_compile
 from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
-from easytorch.training.gradients import clip, total_norm
+from easytorch.training.gradients import clip
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
 from easytorch.training.optim import learning_rate, load_optimizer
@@ -204,19 +204,20 @@ class _Run:
         pieces = np.split(mine, len(mine) // self.micro)
         # Of the batch's targets, and gradients are averaged over the places.
         targets = task.targets(indices) / self.parallel.places
-        total = torch.zeros((), device=self.processes.device)
+        divisors = [targets / task.targets(piece) for piece in pieces]
         logged: dict[str, Any] = {}
-        for number, piece in enumerate(pieces, start=1):
-            batch = on_device(task.rows(piece), self.processes.device)
-            # Gradients are summed over the processes once, with the last piece.
-            with self.parallel.backward_of(last=number == len(pieces)):
-                loss = self._loss(self.parallel.module, batch) / (targets / task.targets(piece))
-                loss.backward()
-            total += loss.detach()
+        left = iter(divisors)
+
+        def loss_of(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+            loss, divisor = self._loss(module, batch), next(left)
             for name, value in self.logged.items():
-                logged[name] = logged.get(name, 0.0) + value / (targets / task.targets(piece))
+                logged[name] = logged.get(name, 0.0) + value / divisor
+            return loss
+
+        batches = (on_device(task.rows(piece), self.processes.device) for piece in pieces)
+        total = self.parallel.step(batches, divisors, loss_of)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = total_norm(p.grad for p in parameters if p.grad is not None)
+        norm = self.parallel.norm(p.grad for p in parameters if p.grad is not None)
         # The same two values in every process, so that all of them take the step or none does.
         summed, norms, *others = self.processes.sum(total, norm, *logged.values())
         mean, gradient_norm = summed / self.processes.world, norms / self.processes.world
@@ -292,7 +293,7 @@ class _Run:
         spare = [np.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
         for indices, counted in [*((piece, task.targets(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
             batch = on_device(task.rows(indices), processes.device)
-            total += float(self._loss(self.model, batch)) * counted
+            total += float(parallel.evaluate(batch, self._loss)) * counted
             count += counted
         summed, targets = processes.sum(total, float(count))
         loss = summed / targets
@@ -317,15 +318,15 @@ class _Run:
         """The first non-finite value in a forward and backward of one row per process, without dropout, if any."""
         self.model.eval()
         batch = on_device(self.task.rows(self.task.sample(self.parallel.place)), self.processes.device)
-        loss = self._loss(self.model, batch)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if self.parallel.sharded:  # FSDP2's shards are not leaves of the graph
-            loss.backward()
+            loss = self.parallel.step([batch], [1.0], self._loss)
             gradients = [parameter.grad for parameter in trained]
             self.model.zero_grad(set_to_none=True)
         else:
+            loss = self._loss(self.model, batch)
             gradients = list(torch.autograd.grad(loss, trained, allow_unused=True))
-        norm = total_norm(gradient for gradient in gradients if gradient is not None)
+        norm = self.parallel.norm(gradient for gradient in gradients if gradient is not None)
         total, norms = self.processes.sum(loss, norm)
         if not math.isfinite(total):
             return f"the loss is {total}"
@@ -334,7 +335,7 @@ class _Run:
     def _introduce(self) -> None:
         assert self.report is not None
         config, processes, kind = self.config, self.processes, type(self.model)
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parameters = self.parallel.parameters or sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
             f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "
             f"vocabulary {len(self.tokenizer)}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from easytorch.distributed.mesh import make_mesh
+from easytorch.distributed.mesh import make_mesh, without_axis
+from easytorch.distributed.pipeline_parallel import Loss, Pipeline
 from easytorch.distributed.sharding import data_place, full_tensors, shard_model
 from easytorch.training.config import TrainingConfig, flag
+from easytorch.training.gradients import total_norm
 from easytorch.training.processes import Processes
 from easytorch.training.task import Batch, Task, on_device
 
@@ -29,6 +32,7 @@ class ParallelModel:
     model: the one whose parameters are trained. place, places: the data parallel rank of this process, and
     their number; the processes of a tensor or sequence parallel group share one rank. sharded: each call communicates,
     evaluation's too. tokens: a number for the tokens that this process computes, of which dropout is drawn.
+    parameters: of the full model. pipeline: the stages of which this process has one.
     """
 
     model: PreTrainedModel
@@ -38,6 +42,30 @@ class ParallelModel:
     sharded: bool = False
     tokens: int = 0
     original: type[PreTrainedModel] | None = None
+    parameters: int = 0
+    pipeline: Pipeline | None = None
+
+    def step(self, batches: Iterable[Batch], divisors: Sequence[float], loss_of: Loss) -> torch.Tensor:
+        """Forward and backward of the pieces of a batch: the sum of loss / divisor over them, and its gradients, which
+        are summed over the processes once, with the last piece."""
+        if self.pipeline is not None:
+            return self.pipeline.step(list(batches), divisors, loss_of)
+        total = torch.zeros((), device=self.model.device)
+        for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True), start=1):
+            with self.backward_of(last=number == len(divisors)):
+                loss = loss_of(self.module, batch) / divisor
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, batch: Batch, loss_of: Loss) -> torch.Tensor:
+        """The loss of a batch, without gradients."""
+        return loss_of(self.model, batch) if self.pipeline is None else self.pipeline.evaluate(batch, loss_of)
+
+    def norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The norm of this process's gradients and those of the other stages."""
+        own = total_norm(gradients)
+        return own if self.pipeline is None else self.pipeline.norm(own)
 
     def backward_of(self, last: bool) -> AbstractContextManager[Any]:
         """For the forward and backward of one piece of a batch: gradients are reduced with the `last` one alone."""
@@ -68,7 +96,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     """
     if processes.world == 1:
         return ParallelModel(model, model)
-    axes = config.axes(processes.world)
+    axes, parameters = config.axes(processes.world), sum(one.numel() for one in model.parameters())
     if all(size == 1 for name, size in axes.items() if name != "dp"):
         module = _replicated(model, task, processes)
         return ParallelModel(model, module, processes.rank, processes.world, tokens=processes.rank)
@@ -76,9 +104,13 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    original, wrong = type(model), None
+    original, wrong, pipeline = type(model), None, None
     try:
-        shard_model(model, mesh=mesh)
+        if axes.get("pp", 1) > 1:
+            if type(task).loss is not Task.loss:
+                raise ValueError(f"{type(task).__name__} has a loss that is not of the model's output: it needs no pp")
+            pipeline = Pipeline(model, mesh["pp"] if mesh.ndim > 1 else mesh)
+        shard_model(model, mesh=without_axis(mesh, "pp"))
         task.shard(mesh)
     except (ValueError, NotImplementedError) as error:  # sizes and plans, which are the same in each process
         wrong = ValueError(f"{flag('mesh')} {config.mesh}: {error}")
@@ -86,7 +118,10 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         if wrong is not None:
             raise wrong
     tokens = place * axes.get("sp", 1) + (mesh.get_local_rank("sp") if "sp" in axes else 0)
-    return ParallelModel(model, model, place, places, sharded=True, tokens=tokens, original=original)
+    return ParallelModel(
+        model, model, place, places, sharded=True, tokens=tokens, original=original, parameters=parameters,
+        pipeline=pipeline,
+    )  # fmt: skip
 
 
 def _replicated(model: PreTrainedModel, task: Task, processes: Processes) -> DistributedDataParallel:

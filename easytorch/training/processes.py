@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,13 @@ class Processes:
             stacked = stacked.to(self.device)
             dist.all_reduce(stacked)
         return stacked.tolist()
+
+    def merged(self, own: Mapping[str, float]) -> dict[str, float]:
+        """The mappings of all processes as one; each process calls this."""
+        found: list[Any] = [own] * self.world
+        if self.world > 1:
+            dist.all_gather_object(found, dict(own), group=self.cpu_group())
+        return {name: value for one in found for name, value in one.items()}
 
     def any(self, found: bool) -> bool:
         """Whether `found` is true in any process; the same result in all."""

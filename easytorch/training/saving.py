@@ -103,6 +103,8 @@ class CheckpointSaver:
                 folder = staging.enter_context(new_folder(final, replace=True))
         try:
             tensors, steps = moments(self.parallel.model, optimizer)
+            if self.parallel.pipeline is not None:
+                steps = self.processes.merged(steps)
             progress = progress_text(step, self.settings, steps, data)
             self._begin(final, tensors, progress, staging, self.processes.from_first(folder))
         except BaseException as error:

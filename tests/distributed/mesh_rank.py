@@ -27,12 +27,15 @@ from easytorch.distributed import (
     shard_model,
     to_placements,
 )
+from easytorch.distributed.mesh import without_axis
+from easytorch.distributed.pipeline_parallel import Pipeline
 from easytorch.distributed.sharding import data_place, mesh_of
 from easytorch.kernels.cross_entropy.native import linear_cross_entropy
 from easytorch.kernels.ring.layout import position_ids
 from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
 from easytorch.protocol.loss_config import LossConfig
 from easytorch.training import TrainingConfig
+from easytorch.training.gradients import total_norm
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
 from easytorch.training.processes import Processes
@@ -195,6 +198,37 @@ def check_experts() -> None:
     moe = make("qwen3_moe", num_experts=8)
     refused("are over ep", lambda: moe.shard_model([("down_proj", (None, "ep"))], mesh))
     refused("divides the experts alone", lambda: moe.shard_model([("q_proj", ("ep", None))], mesh))
+
+
+def check_pipeline() -> None:
+    """Two stages, of one layer and of two: loss, gradients and evaluation of the full model; and what is refused."""
+    mesh = make_mesh("fsdp=2,pp=2")
+    loss_of: Any = lambda module, batch: module(**batch, use_cache=False).loss  # noqa: E731
+    alone, model = (make("qwen3_moe", num_hidden_layers=3) for _ in range(2))
+    pipeline = Pipeline(model, mesh["pp"])
+    shard_model(model, mesh=without_axis(mesh, "pp"))
+    own = ("model.embed_tokens", "model.layers.0.") if pipeline.first else ("model.layers.", "model.norm", "lm_head")
+    assert all(name.startswith(own) for name, _ in model.named_parameters())
+    expected = alone(input_ids=IDS, labels=IDS, use_cache=False).loss
+    expected.backward()
+    rows = IDS.chunk(2)[mesh.get_local_rank("fsdp")]
+    for pieces in (1, 2):  # fewer micro-batches than stages, and as many
+        batches = [{"input_ids": one, "labels": one} for one in rows.chunk(pieces)]
+        total = pipeline.step(batches, [float(pieces)] * pieces, loss_of)
+        dist.all_reduce(total)
+        assert abs(float(total / 4 / expected.detach()) - 1) < 1e-5, pieces
+        for name, parameter in model.named_parameters():
+            wanted = alone.get_parameter(name).grad
+            assert (full(parameter.grad) / pieces - wanted).norm() < 1e-5 * wanted.norm(), (pieces, name)
+    norm = pipeline.norm(total_norm(one.grad for one in model.parameters())) / 2
+    assert abs(float(norm / total_norm(one.grad for one in alone.parameters())) - 1) < 1e-5
+    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    assert abs(float(pipeline.evaluate(batch, loss_of) / loss_of(alone, batch)) - 1) < 1e-5
+    stages = make_mesh("pp=4")
+    refused("lm_head and embed_tokens are one tied weight", lambda: Pipeline(make("llama"), stages))
+    refused("3 layers do not make pp=4 stages", lambda: Pipeline(make("qwen3_moe", num_hidden_layers=3), stages))
+    refused("GPT2Model does not run its layers one after the other", lambda: Pipeline(make("gpt2"), stages))
+    refused("native decoders can", lambda: Pipeline(torch.nn.Linear(2, 2), stages))
 
 
 def check_order_of_shards() -> None:
@@ -395,6 +429,7 @@ if __name__ == "__main__":
         check_training(*one)
     check_uneven()
     check_experts()
+    check_pipeline()
     check_order_of_shards()
     check_muon()
     check_sequences()

@@ -41,7 +41,7 @@ def run_of(tmp_path: Path, name: str, model: dict[str, Any], **changes: Any) -> 
 
 def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     alone = {"dense": run_of(tmp_path, "dense", DENSE), "experts": run_of(tmp_path, "experts", EXPERTS)}
-    meshes = {"a": ("dense", "fsdp=2,tp=2"), "b": ("experts", "fsdp=-1,tp=2"), "c": ("experts", "dp=2,ep=2")}
+    meshes = {"a": ("dense", "fsdp=2,tp=2"), "b": ("experts", "fsdp=-1,tp=2"), "c": ("experts", "pp=2,ep=2")}
     runs = {
         name: dataclasses.replace(alone[kind], output=str(tmp_path / name), mesh=mesh)
         for name, (kind, mesh) in meshes.items()
@@ -116,13 +116,15 @@ def same_checkpoints(config: TrainingConfig, expected: TrainingConfig) -> None:
 def test_meshes_that_cannot_train_are_refused(tmp_path: Path) -> None:
     for mesh, processes, message in (
         ("tp=3", 4, r"mesh \(--mesh\): the mesh tp=3 needs 3 devices, and there are 4"),
-        ("pp=4", 4, "axes of dp, fsdp, ep, sp, tp, got 'pp=4'"),
         ("sp=3", 3, r"block_size .* 16 does not divide over the 3 processes of sp"),
         ("fsdp=3,tp=2", 6, "batch_size .* 8 does not divide over 3 processes that have data of their own"),
         ("", 1, "must be a name"),
     ):
         with pytest.raises(ValueError, match=message):
             run_of(tmp_path, "refused", DENSE, mesh=mesh).share(processes)
+    for mesh, message in (("pp=2", "full is none of a mesh with pp"), ("pp=2,sp=2", "pp and sp do not go together")):
+        with pytest.raises(ValueError, match=message):
+            run_of(tmp_path, "stages", DENSE, mesh=mesh, checkpoint_format="full").share(2 * mesh.count("="))
     assert run_of(tmp_path, "tp", DENSE, mesh="tp=-1").share(16) == (8, 1)
 
 
