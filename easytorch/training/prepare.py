@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
             notes.append("the model's vocab_size is not used: the tokenizer's is, set by --vocab-size")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
     axes = config.axes(processes)
-    notes.append(memory.describe(model, processes, device, axes.get("fsdp", 1) * axes.get("tp", 1), config.optimizer))
+    shards = math.prod(axes.get(name, 1) for name in ("fsdp", "tp", "pp"))
+    notes.append(memory.describe(model, processes, device, shards, config.optimizer))
     return Inputs(texts, settings, notes)
 
 
