@@ -76,6 +76,9 @@ def test_a_chat_stream_joins_to_the_answer(client):
     texts, logprobs, reasons, usage = {}, {}, {}, None
     for chunk in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
         assert chunk.object == "chat.completion.chunk"
+        assert "usage" in chunk.model_fields_set and (chunk.usage is None) == bool(chunk.choices), (
+            "null before the last"
+        )
         usage = chunk.usage or usage
         for choice in chunk.choices:
             if choice.index not in texts:

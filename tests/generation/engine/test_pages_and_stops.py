@@ -64,6 +64,33 @@ def test_a_preempted_request_waits_before_those_that_never_ran():
     assert [*scheduler.waiting] == [second, third] and scheduler.preemptions == 1
 
 
+def test_cached_tokens_are_those_of_a_request_s_first_admission():
+    """What it finds of its own pages when it comes back has been computed for it before."""
+    scheduler = Scheduler(PagePool(5), 1, max_batch_tokens=9, max_requests=2, prefix_reuse=True)
+    none = frozenset()
+    first, second = (
+        Request(str(one), None, 2, [one, one + 1], SamplingParams(), 0, 5, none, none, None) for one in (0, 5)
+    )
+    for request in (first, second):
+        scheduler.add(request)
+    scheduler.schedule()
+    for request in (first, second):
+        request.append(0, None)
+    assert [work.request for work in scheduler.schedule()] == [first] and scheduler.preemptions == 1
+    scheduler.remove(first)
+    (chunk,) = scheduler.schedule()
+    assert (chunk.request, chunk.start, second.cached) == (second, 2, 0), "its pages were still there"
+
+
+def test_nothing_ends_a_text_before_its_least_length():
+    ends = {"end_tokens": frozenset([2]), "stop_tokens": frozenset([3])}
+    for generated, expected in ((1, [2, 3]), (2, [])):
+        request = Request("0", None, 1, [0] * (1 + generated), SamplingParams(min_tokens=2), 0, 9, text=None, **ends)
+        adjusted = _adjust(torch.zeros(5), request)
+        found = [] if adjusted is None else adjusted.isneginf().nonzero().flatten().tolist()
+        assert found == expected
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_text_ends_with_the_first_stop_string_and_shows_none_of_it_before(include):
     draw = random.Random(5)
