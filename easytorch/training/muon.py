@@ -37,8 +37,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return any(parameter is one for one in self.param_groups[0]["params"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert closure is None
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            raise ValueError("step takes no closure: compute the gradients before it")
         self._step_matrices(self.param_groups[0])
         for group in self.param_groups[1:]:
             self._step_others(group)

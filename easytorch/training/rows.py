@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Rows:
             self.counts.examples += 1
             if chosen is None or rejected is None:
                 continue
-            row = {}
+            row: Row = {}
             for name, tokens in (("chosen", chosen), ("rejected", rejected)):
                 one = _packed([tokens], size)
                 row |= {f"{name}_{key}": value for key, value in one.items() if key != "segment_ids"}
@@ -131,7 +131,8 @@ def write_rows(folder: Path, rows: Iterable[Row]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.int32"):
         old.unlink()
-    files, count = {}, 0
+    files: dict[str, Any] = {}
+    count = 0
     try:
         for row in rows:
             if not files:

@@ -36,7 +36,7 @@ _MOMENTS = "optimizer."
 
 def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(name in a checkpoint -> moment, sharded as its weight; name of a weight -> its number of optimizer steps)."""
-    tensors, steps = {}, {}
+    tensors, steps = dict[str, Tensor](), dict[str, float]()
     for name, parameter in model.named_parameters():
         if own := optimizer.state.get(parameter):
             steps[name] = float(own.get("step", 0.0))  # Muon and Lion count none

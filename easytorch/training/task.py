@@ -81,7 +81,7 @@ class TextTask(Task):
         return {"input_ids": tokens, "labels": tokens}
 
     def targets(self, indices: Indices) -> int:
-        return len(indices) * (self.blocks.blocks.shape[1] - 1)
+        return len(indices) * int(self.blocks.blocks.shape[1] - 1)
 
     def largest_token(self) -> int:
         return self.blocks.largest_token()
