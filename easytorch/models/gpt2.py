@@ -26,6 +26,7 @@ from easytorch.layers.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
+from easytorch.layers.image_text import ArgumentsInOrder
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.protocol.native import NativeDecoder
@@ -245,8 +246,22 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         return outputs
 
 
-class GPT2LMHeadModel(CausalLMHead, GPT2PreTrainedModel, GenerationMixin):
+class GPT2LMHeadModel(ArgumentsInOrder, CausalLMHead, GPT2PreTrainedModel, GenerationMixin):
     backbone_class = GPT2Model
+    # `generate` takes those that the signature names
+    arguments = (
+        "input_ids",
+        "past_key_values",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "inputs_embeds",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "labels",
+        "use_cache",
+        "logits_to_keep",
+    )
     output_class = CausalLMOutputWithCrossAttentions
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
     _tp_plan = _pp_plan = _fsdp_plan = None  # transformers has none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Mamba2Config
+from transformers import GenerationMixin, Mamba2Config
 
 from easytorch.layers import mamba2_mixer
 from easytorch.models.mamba import MambaBlock, MambaForCausalLM, MambaModel, MambaPreTrainedModel
@@ -43,5 +43,5 @@ class Mamba2Model(Mamba2PreTrainedModel, MambaModel):
     block_class = Mamba2Block
 
 
-class Mamba2ForCausalLM(Mamba2PreTrainedModel, MambaForCausalLM):
+class Mamba2ForCausalLM(Mamba2PreTrainedModel, MambaForCausalLM, GenerationMixin):
     backbone_class = Mamba2Model

@@ -72,3 +72,10 @@ def test_masks_of_old_checkpoints_are_left_behind(make_pair, tmp_path) -> None:
     save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = type(ours).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_generate_takes_token_types(make_pair) -> None:
+    ids = torch.tensor([[5, 9, 33, 71]])
+    ours, theirs = make_pair("GPT2LMHeadModel", FAMILIES["gpt2"].config())
+    given = {"token_type_ids": torch.tensor([[1, 1, 2, 2]]), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **given), theirs.generate(ids, **given))
