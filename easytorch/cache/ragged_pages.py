@@ -234,6 +234,7 @@ class RaggedPagesCache(Cache):
         self._select(chosen.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        positive(repeats=repeats)
         self._select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:

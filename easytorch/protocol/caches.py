@@ -102,6 +102,8 @@ def init_ragged_pages(
         raise TypeError(
             f"metadata must be a RaggedPagesMetadata, not {type(metadata).__name__}; see create_paged_metadata"
         )
+    if not metadata.dtype.is_floating_point:
+        raise ValueError(f"the metadata's dtype is {metadata.dtype}; keys and values are of a floating dtype")
     _check_decoder(model)
     expected = len(model.config.get_text_config(decoder=True).per_layer_config)
     if metadata.num_hidden_layers != expected:

@@ -51,6 +51,7 @@ _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magn
 _NAMED = 3
 # Heads that some classes have among the modules of their base model.
 _OF_A_TASK = {"score", "classifier", "qa_outputs"}
+_WITH_SETTINGS = ("loftq", "corda")  # of `init`
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
@@ -94,6 +95,8 @@ def apply_lora_to_layers(
             raise ValueError(f"lora_rank={lora_rank} is above the smaller side of {name}, {shape}")
         if init == "olora" and isinstance(layer, Conv1D):
             raise ValueError(f'init="olora" is for nn.Linear, and {name} is a Conv1D; pass another init, as "pissa"')
+    if init in _WITH_SETTINGS:
+        raise ValueError(f"init={init!r} needs settings of PEFT's own: make the adapter by peft.get_peft_model")
     config = peft.LoraConfig(
         r=lora_rank,
         lora_alpha=lora_rank if alpha is None else alpha,

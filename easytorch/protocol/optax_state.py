@@ -34,6 +34,7 @@ _SLOTS = {
     "Adagrad": {"sum_of_squares": "sum"},
     "RMSprop": {"nu": "square_avg"},
 }
+_CENTERED = {"mu": "grad_avg", "nu": "square_avg"}  # of RMSprop
 # Those that count steps where optax does not: they take the train state's own.
 _COUNTED = ("Adagrad", "RMSprop")
 # Those of which optax has one of the same name that goes on otherwise from the same slots.
@@ -48,7 +49,9 @@ _OTHER_RULES = {
     ),
 }
 # Settings of a group by which a slot means another thing than optax's.
-_OTHERWISE = ("amsgrad", "centered", "dampening", "nesterov")
+_OTHERWISE = ("amsgrad", "dampening")
+# What optax.MultiSteps keeps of the steps that it makes of several.
+_MULTI_STEPS = {"mini_step", "gradient_step", "acc_grads"}
 
 
 @check_types()
@@ -60,7 +63,8 @@ def to_optax(model: PreTrainedModel, optimizer: Optimizer, *, step: int, opt_sta
     `ValueError` for an optimizer whose slots optax has not, or where `opt_state` has no place for them.
     """
     model, optimizer = unwrapped(model), plain_optimizer(optimizer)
-    fields = _fields(optimizer)
+    fields, step = _fields(optimizer), _step_of(step)
+    _check_whole_steps(opt_state)
     saved = OptimizerState.of(optimizer, model)
     transform = conversion.transform_fn(model, copy=True)
     node: dict[str, Any] = {field: _tree(model, saved, slot, transform) for field, slot in fields.items()}
@@ -93,6 +97,8 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
     fields = _fields(optimizer)
     parts = {key: _part(train_state, key) for key in ("step", "params")}
     parts["opt_state"] = _part(train_state, "opt_state", optional=not fields)
+    step = _step_of(parts["step"])
+    _check_whole_steps(parts["opt_state"])
     found = list(_nodes(parts["opt_state"], set(fields))) if fields else [{}]
     if not fields:
         _check_without_slots(parts["opt_state"], optimizer)
@@ -101,9 +107,11 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
             f"the opt_state has {len(found)} parts with {sorted(fields)}, the slots of {_name(optimizer)}; pass the "
             "state of one such optimizer over all parameters"
         )
+    own, stats = _apart(conversion.to_flax(model))
+    _check_floating("params", parts["params"], own)
     for field in fields.keys() - {"count"}:
         _check_places(found[0], {field: parts["params"]})
-    _, stats = _apart(conversion.to_flax(model))
+        _check_floating(field, _field(found[0], field), own)
     given_stats = _part(train_state, "batch_stats", optional=not stats)
     values = _by_name(model, parts["params"], {"batch_stats": given_stats} if stats else {})
     slots: dict[str, dict[str, Any]] = {name: {} for name in graphstate(model)}
@@ -124,14 +132,14 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
             value[slot] = of_each[name]
     if _name(optimizer) in _COUNTED:
         for value in slots.values():
-            value["step"] = torch.tensor(float(np.asarray(parts["step"])))
+            value["step"] = torch.tensor(float(step))
     now = OptimizerState.of(optimizer, model)
     trained = [name for group in now.groups for name in group["params"]] if fields else []
     state = OptimizerState(now.kind, {name: slots[name] for name in trained}, now.groups)
     graphdef, _, others = split_module(model)
     buffers = {name: values.get(name, one) for name, one in others.items()}
     parameters = {name: values[name] for name in graphstate(model)}
-    return TrainState(int(np.asarray(parts["step"])), graphdef, parameters, buffers, state).restore(model, optimizer)
+    return TrainState(step, graphdef, parameters, buffers, state).restore(model, optimizer)
 
 
 def _name(optimizer: Optimizer) -> str:
@@ -153,7 +161,39 @@ def _fields(optimizer: Optimizer) -> Mapping[str, str]:
             raise ValueError(f"{_name(optimizer)} with {wrong[0]} keeps slots that optax has not")
     if _name(optimizer) == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
         return {}
+    if _name(optimizer) == "RMSprop" and any(group["centered"] for group in optimizer.param_groups):
+        if not all(group["centered"] for group in optimizer.param_groups):
+            raise ValueError("RMSprop is centered for some parameters only, and optax's for all or none")
+        return _CENTERED
     return fields
+
+
+def _step_of(step: Any) -> int:
+    """A step as an int; `ValueError` for what counts none."""
+    given = np.asarray(step)
+    if given.ndim or given.dtype.kind not in "iu" or given < 0:
+        raise ValueError(f"step={step!r} must be an int of at least 0")
+    return int(given)
+
+
+def _check_whole_steps(opt_state: Any) -> None:
+    """`ValueError` between the steps of `optax.MultiSteps`, whose sum of gradients no optimizer of torch keeps."""
+    for node in _with_fields(opt_state, _MULTI_STEPS):
+        if mini := int(np.asarray(_field(node, "mini_step"))):
+            raise ValueError(
+                f"opt_state has the gradients of {mini} mini steps of optax.MultiSteps, for which torch's optimizers "
+                "have no place: convert it after a whole step"
+            )
+
+
+def _check_floating(part: str, tree: Any, own: Any) -> None:
+    """`ValueError` for integers and the like where the model's own tree has floating numbers."""
+    expected = flat(own)
+    for name, leaf in (flat(tree) if isinstance(tree, Mapping) else {}).items():
+        kind = getattr(torch, str(getattr(leaf, "dtype", "float32")), torch.float32)
+        of_model = str(getattr(expected.get(name), "dtype", "float32"))
+        if isinstance(kind, torch.dtype) and not kind.is_floating_point and "float" in of_model:
+            raise ValueError(f"{part} has {name!r} in {leaf.dtype}, and the model has it in {of_model}")
 
 
 def _check_without_slots(opt_state: Any, optimizer: Optimizer) -> None:
@@ -238,9 +278,33 @@ def _field(node: Any, field: str) -> Any:
     return node[field] if isinstance(node, Mapping) else getattr(node, field)
 
 
+def _names(node: Any) -> set[str]:
+    return set(node) if isinstance(node, Mapping) else set(getattr(node, "_fields", ()))
+
+
 def _has(node: Any, fields: set[str]) -> bool:
-    names = set(node) if isinstance(node, Mapping) else set(getattr(node, "_fields", ()))
-    return names == fields
+    return _names(node) == fields
+
+
+def _with_fields(tree: Any, fields: set[str]) -> Iterator[Any]:
+    """The parts of an optimizer's state that have these fields and others."""
+    if _names(tree) >= fields:
+        yield tree
+    for child in _children(tree):
+        yield from _with_fields(child, fields)
+
+
+def _mapping(like: Mapping[str, Any], items: dict[str, Any]) -> Any:
+    """`items` as a mapping of the same class, which for jax is part of a tree's structure."""
+    return items if type(like) is dict else type(like)(items)  # type: ignore[call-arg]
+
+
+def _in_dtypes(tree: Any, like: Any) -> Any:
+    """The arrays of `tree` in the dtypes of those in `like`: `mu_dtype`, for one."""
+    if isinstance(tree, Mapping):
+        return {key: _in_dtypes(one, like.get(key)) for key, one in tree.items()}
+    dtype = getattr(like, "dtype", None)
+    return tree if dtype is None or not hasattr(tree, "astype") else tree.astype(dtype, copy=False)
 
 
 def _nodes(tree: Any, fields: set[str]) -> Iterator[Any]:
@@ -256,16 +320,17 @@ def _counted(tree: Any, count: int, fields: set[str]) -> Any:
     """`tree` with `count` in the parts that count steps and nothing else, or for hyperparameters that are injected."""
     if _has(tree, fields) and fields:
         return tree
-    names = set(tree) if isinstance(tree, Mapping) else set(getattr(tree, "_fields", ()))
+    names = _names(tree)
     counts = "count" in names and (names == {"count"} or "hyperparams" in names) and not np.ndim(_field(tree, "count"))
+    counted = "count" if counts else "gradient_step" if names >= _MULTI_STEPS else None
 
     def of(name: str, child: Any) -> Any:
-        if counts and name == "count":
+        if name == counted:
             return np.asarray(count, getattr(child, "dtype", np.int32))
         return _counted(child, count, fields)
 
     if isinstance(tree, Mapping):
-        return {key: of(key, child) for key, child in tree.items()}
+        return _mapping(tree, {key: of(key, child) for key, child in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*map(of, tree._fields, tree))
     if isinstance(tree, list | tuple):
@@ -276,9 +341,10 @@ def _counted(tree: Any, count: int, fields: set[str]) -> Any:
 def _replaced(tree: Any, node: Mapping[str, Any]) -> Any:
     """`tree` with `node` in the place of the part that has its fields."""
     if _has(tree, set(node)):
-        return dict(node) if isinstance(tree, Mapping) else type(tree)(**node)
+        filled = {field: _in_dtypes(one, _field(tree, field)) for field, one in node.items()}
+        return _mapping(tree, filled) if isinstance(tree, Mapping) else type(tree)(**filled)
     if isinstance(tree, Mapping):
-        return {key: _replaced(child, node) for key, child in tree.items()}
+        return _mapping(tree, {key: _replaced(child, node) for key, child in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_replaced(child, node) for child in tree))
     if isinstance(tree, list | tuple):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
@@ -186,6 +187,7 @@ def push_to_hub(
     `ValueError` for `gather_fns`, `use_temp_dir` and `mismatch_allowed`. theirs: as in `save_pretrained`.
     """
     refuse_jax(gather_fns=gather_fns, use_temp_dir=use_temp_dir, mismatch_allowed=mismatch_allowed)
+    validate_repo_id(repo_id)
     uploaded = model if float_dtype is None else to_dtype(copy.deepcopy(model), float_dtype)
     result = (theirs or type(model).push_to_hub)(
         uploaded, repo_id, commit_message=commit_message, private=private, token=token, create_pr=create_pr,

@@ -35,6 +35,14 @@ PAIRS = {
         optax.chain(optax.identity(), optax.adamw(1e-2, weight_decay=0.1)),
     ),
     "sgd": (lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9), optax.sgd(1e-2, momentum=0.9)),
+    "nesterov": (
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+        optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    ),
+    "centered": (
+        lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, alpha=0.9, centered=True, eps=1e-3),
+        optax.rmsprop(1e-2, decay=0.9, eps=1e-3, eps_in_sqrt=False, centered=True),
+    ),
     "adagrad": (
         lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, eps=1e-7),
         optax.adagrad(1e-2, initial_accumulator_value=0.0, eps=1e-14),
@@ -247,7 +255,7 @@ def test_before_the_first_step():
 WRONG = {
     "kind": (lambda p: torch.optim.Adadelta(p), None, "Adadelta keeps slots that optax has not; Adam, AdamW, SGD"),
     "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), None, "Adam with amsgrad=True keeps slots"),
-    "nesterov": (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, nesterov=True), None, "with nesterov=True"),
+    "dampening": (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, dampening=0.1), None, "with dampening=0.1"),
     "other": (
         lambda p: torch.optim.Adam(p),
         optax.sgd(1.0, momentum=0.9),
@@ -285,6 +293,54 @@ def test_states_that_do_not_fit_leave_both_as_they_were():
             protocol.from_optax(given, model, optimizer)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(int(values["step"]) == 1 for values in optimizer.state.values())
+
+
+def test_numbers_that_are_not_floating_are_refused():
+    model = build("llama")
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    good = protocol.to_optax(model, optimizer, step=1)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    moments = good["opt_state"]["0"]
+    integers = jax.tree.map(lambda one: np.asarray(one).astype(np.int32), good["params"])
+    cases = [
+        ({**good, "params": integers}, "params has .* in int32"),
+        ({**good, "params": jax.tree.map(lambda one: np.asarray(one).astype(bool), good["params"])}, "in bool"),
+        ({**good, "opt_state": {"0": {**moments, "mu": integers}}}, "mu has .* in int32"),
+        *(({**good, "step": wrong}, "step=.* must be an int") for wrong in (-1, 2.5, True, "x", np.zeros(2), np.nan)),
+    ]
+    for given, message in cases:
+        with pytest.raises(ValueError, match=message):
+            protocol.from_optax(given, model, optimizer)
+    for wrong in (-1, True):
+        with pytest.raises((ValueError, TypeError), match="step="):
+            protocol.to_optax(model, optimizer, step=wrong)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_several_steps_as_one():
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, number)
+    params = params_of(model)
+    tx = optax.MultiSteps(optax.adamw(1e-2), 2)
+    tree = protocol.to_optax(model, optimizer, step=3, opt_state=tx.init(params))
+    assert int(tree["opt_state"].gradient_step) == 3 and protocol.from_optax(tree, model, optimizer) == 3
+    _, half = tx.update(jax.tree.map(np.ones_like, params), tree["opt_state"], params)
+    with pytest.raises(ValueError, match=r"the gradients of 1 mini steps of optax\.MultiSteps"):
+        protocol.from_optax({**tree, "opt_state": half}, model, optimizer)
+
+
+def test_the_dtypes_and_classes_of_a_state_are_kept():
+    model = build("llama")
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    for tx in (optax.adam(1e-2, mu_dtype=jax.numpy.bfloat16), optax.named_chain(("adam", optax.adam(1e-2)))):
+        expected = tx.init(params_of(model))
+        found = protocol.to_optax(model, optimizer, step=1, opt_state=expected)["opt_state"]
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert [one.dtype for one in jax.tree.leaves(found)] == [one.dtype for one in jax.tree.leaves(expected)]
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])

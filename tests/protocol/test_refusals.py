@@ -359,3 +359,20 @@ def test_arguments_in_the_documented_order():
         shared("llama").compute_loss(IDS, IDS, None, mask, None, None, SEGMENTS),
     ):
         assert torch.equal(placed[1].loss, named[1].loss)
+
+
+def test_arguments_that_only_a_later_call_would_refuse():
+    model = easytorch.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    metadata = dataclasses.replace(protocol.create_paged_metadata(model, 1.0, 4, 16), num_pages=8)
+    for call, words in (
+        (
+            lambda: protocol.init_ragged_pages(model, dataclasses.replace(metadata, dtype=torch.int8)),
+            "dtype is torch.int8",
+        ),
+        (lambda: protocol.init_ragged_pages(model, metadata).batch_repeat_interleave(0), "repeats=0 must be an int"),
+        (lambda: protocol.push_to_hub(model, ""), "Repo id must use"),
+        (lambda: protocol.apply_lora_to_layers(model, 2, "q_proj", init="loftq"), "needs settings of PEFT's own"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert not hasattr(model, "peft_config")
