@@ -179,14 +179,15 @@ class Engine:
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; `ValueError` for an empty one, and for tokens outside the vocabulary."""
+        tokens: list[int]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the engine has no tokenizer: give it one, or prompts as tokens")
             if not valid_text(prompt):
                 raise ValueError(f"the prompt has {LONE_SURROGATE}")
-            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
+            tokens = list(self.tokenizer(prompt)["input_ids"])
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            tokens = list(prompt)
+            tokens = [*prompt]
         else:
             raise ValueError(f"a prompt is text or a list of ints, not {type(prompt).__name__}: {prompt!r:.100}")
         if not tokens:
