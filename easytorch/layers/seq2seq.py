@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqModelOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -73,6 +73,9 @@ def as_outputs(encoder_outputs: Any) -> BaseModelOutput:
     """An encoder's outputs of an earlier call, which may be a tuple."""
     if isinstance(encoder_outputs, BaseModelOutput):
         return encoder_outputs
+    if isinstance(encoder_outputs, ModelOutput):  # by name: what was not asked for has no place in it
+        given = ("last_hidden_state", "hidden_states", "attentions")
+        return BaseModelOutput(**{name: encoder_outputs.get(name) for name in given})
     return BaseModelOutput(*encoder_outputs[:3])
 
 

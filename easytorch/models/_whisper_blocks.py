@@ -41,6 +41,19 @@ class WhisperDecoderSelfAttention(DecoderSelfAttention):
 class WhisperCrossAttention(DecoderCrossAttention):
     key_bias = False
 
+    def query_key_value(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One row of the decoder hears several recordings, one after another, as transformers'."""
+        query, key, value = super().query_key_value(hidden_states, encoder_hidden_states, cache)
+        rows = len(query)
+        if len(key) != rows:
+            key, value = (
+                one.transpose(1, 2).reshape(rows, -1, one.shape[1], self.head_dim).transpose(1, 2)
+                for one in (key, value)
+            )
+        return query, key, value
+
 
 class WhisperEncoderLayer(EncoderLayer):
     pre_norm = True

@@ -122,6 +122,9 @@ def test_attentions_and_hidden_states_have_transformers_names_and_values(family,
         assert len(output[f"{half}hidden_states"]) == 1 + text_config_of(ours.config).num_hidden_layers
     assert len(output.get("cross_attentions", ())) == (attentions if both else 0)
     assert_same(output, expected)
+    for name in kwargs:  # one without the other: an output has places for what was asked alone
+        with torch.no_grad():
+            assert_same(ours(**unpadded, **{name: True}), theirs(**unpadded, **{name: True}))
     assert isinstance(ours(**unpadded, return_dict=False), tuple)
 
 

@@ -298,6 +298,15 @@ def test_a_cache_of_tokens_is_gone_on_with(make_pair) -> None:
     assert isinstance(empty.past_key_values, EncoderDecoderCache) and empty.past_key_values.get_seq_length() == 4
 
 
+def test_a_row_of_the_decoder_hears_all_recordings(make_pair) -> None:
+    ours, theirs = models(make_pair)
+    with torch.no_grad():
+        given = {"input_features": sound(), "decoder_input_ids": SAID[:1]}
+        found, expected = ours(**given).logits, theirs(**given).logits
+    assert found.shape == expected.shape == (1, *SAID.shape[1:], 97)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"decoder_attention_heads": 5}, r"hidden size \(32\) is not a multiple of the number of .*heads \(5\)"),
     ({"num_mel_bins": 0}, "whisper: config.num_mel_bins=0 must be an integer of 1 or more"),
