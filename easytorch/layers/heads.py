@@ -141,7 +141,10 @@ class CausalLMHead(_Base):
 
         None where a call does more: the logits are changed first, or a hook sees them.
         """
-        if type(self).finish_logits is not CausalLMHead.finish_logits or type(self).forward is not CausalLMHead.forward:
+        kind, forward = type(self), type(self).forward
+        if forward is not CausalLMHead.forward:  # but for the order of its arguments
+            forward = getattr(forward, "__wrapped__", forward)
+        if kind.finish_logits is not CausalLMHead.finish_logits or forward is not CausalLMHead.forward:
             return None
         if watched(self):
             return None

@@ -79,3 +79,11 @@ def test_generate_takes_token_types(make_pair) -> None:
     ours, theirs = make_pair("GPT2LMHeadModel", FAMILIES["gpt2"].config())
     given = {"token_type_ids": torch.tensor([[1, 1, 2, 2]]), "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(ours.generate(ids, **given), theirs.generate(ids, **given))
+
+
+def test_the_likeliest_token_needs_no_logits():
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.tensor([[5, 9, 33], [71, 8, 12]])
+    with torch.no_grad():
+        assert torch.equal(model.likeliest_token(input_ids=ids), model(ids).logits[:, -1].argmax(-1))

@@ -39,7 +39,7 @@ REFUSED = [
     *({name: -1e-9} for name in ("learning_rate", "min_learning_rate", "weight_decay", "grad_clip", "beta1", "beta2")),
     *({name: 1.0} for name in ("beta1", "beta2", "eval_fraction")),
     {"eval_fraction": -0.1}, {"vocab_size": 256}, {"block_size": 1}, {"seed": LARGEST_SEED + 1},
-    {"min_learning_rate": 5.1e-3}, {"mesh": ""}, {"decay_steps": 9, "schedule": "wsd"}, {"mesh": "pp=2"},
+    {"min_learning_rate": 5.1e-3}, {"mesh": ""}, {"decay_steps": 9, "schedule": "wsd"}, {"mesh": "pp=2,sp=2"},
     {"grad_clip": True}, {"weight_decay": "0"}, {"on_nonfinite": ""}, {"text": "a\0b"}, {"model": "a\0b"},
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_the_ends_of_each_range_are_accepted(settings, values):
 def test_one_beyond_each_end_is_refused_by_name(settings, values):
     name, value = next(iter(values.items()))
     with pytest.raises(ValueError, match=re.escape(f"{name} (--{name.replace('_', '-')})")) as caught:
-        settings(**values).axes(2 if name == "mesh" else 1)
+        settings(**values).axes(4 if name == "mesh" else 1)
     assert str(value) in str(caught.value) or name in ("text", "model", "mesh", "decay_steps")
 
 
