@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
+import easytorch
 from tests.models.families import FAMILIES
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44], [4, 4, 90, 12, 60, 7, 31, 6]])
