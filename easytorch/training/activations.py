@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from easytorch.training.config import TrainingConfig, flag
 
@@ -23,6 +22,8 @@ def checkpoint_and_compile(model: PreTrainedModel, config: TrainingConfig) -> No
     if config.activation_checkpointing != "none":
         checkpoint_activations(model, config)
     if config.compile:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(f"{flag('compile')}: {type(model).__name__} has no layers of transformers' kind")

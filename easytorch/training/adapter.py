@@ -1,4 +1,7 @@
-"""LoRA and QLoRA in a run: a pretrained model with an adapter, new or from a checkpoint, and merged at the end."""
+"""LoRA and QLoRA in a run: a pretrained model with an adapter, new or from a checkpoint, and merged at the end.
+
+The protocol is imported where it is used: it takes as long as torch, and runs without an adapter start without it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from safetensors.torch import load_file
 
 import easytorch
 from easytorch.bridge.storage.atomic import new_folder
-from easytorch.protocol import QuantizationConfig, apply_lora_to_layers, merge_lora_params, unwrap_lora_to_layers
 from easytorch.training.checkpoint import OLDER, damaged
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.disk import named_os_errors
@@ -31,6 +33,8 @@ def load_adapted(
     config: TrainingConfig, checkpoint: Path | None, device: torch.device, chosen: dict[str, Any]
 ) -> PreTrainedModel:
     """The pretrained model on `device` with the config's adapter, whose values are those of `checkpoint`, if any."""
+    from easytorch.protocol import QuantizationConfig, apply_lora_to_layers, merge_lora_params
+
     assert config.lora is not None
     if config.quantize is not None:
         chosen = {**chosen, "quantization_config": QuantizationConfig(config.quantize)}
@@ -54,6 +58,8 @@ def load_adapted(
 
 def write_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Add the adapter to the weights of `model`, and write it as a model folder, which is replaced if it exists."""
+    from easytorch.protocol import unwrap_lora_to_layers
+
     unwrap_lora_to_layers(model)
     with new_folder(folder, replace=True) as staging, named_os_errors(folder):
         model.save_pretrained(staging)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from easytorch.distributed.mesh import make_mesh, without_axis
-from easytorch.distributed.pipeline_parallel import Loss, Pipeline
 from easytorch.distributed.sharding import data_place, full_tensors, shard_model
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.gradients import total_norm
@@ -23,6 +22,8 @@ from easytorch.training.task import Batch, Task, on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from easytorch.distributed.pipeline_parallel import Loss, Pipeline
 
 
 @dataclass
@@ -109,6 +110,8 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         if axes.get("pp", 1) > 1:
             if type(task).loss is not Task.loss:
                 raise ValueError(f"{type(task).__name__} has a loss that is not of the model's output: it needs no pp")
+            from easytorch.distributed.pipeline_parallel import Pipeline
+
             pipeline = Pipeline(model, mesh["pp"] if mesh.ndim > 1 else mesh)
         shard_model(model, mesh=without_axis(mesh, "pp"))
         task.shard(mesh)

@@ -18,7 +18,6 @@ from easytorch.training.chat import set_template
 from easytorch.training.checkpoint import PROGRESS, latest_checkpoint, load_state
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.data import TokenBlocks, read_texts, split_blocks, tokenize
-from easytorch.training.dataset_tasks import DatasetTask, PreferenceTask
 from easytorch.training.disk import named_os_errors
 from easytorch.training.examples import Examples
 from easytorch.training.finite import nonfinite_parameter
@@ -143,6 +142,8 @@ def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if config.dataset is None:
         return tokenizer, TextTask(TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction))
+    from easytorch.training.dataset_tasks import DatasetTask, PreferenceTask
+
     source: Source = (
         StreamedRows(config, tokenizer, Examples(config)) if config.streaming else StoredRows(folder / "rows", config)
     )

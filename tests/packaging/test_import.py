@@ -28,6 +28,13 @@ def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     assert run(code, cwd=tmp_path, path=(ROOT,)) == "[]"
 
 
+def test_a_training_run_starts_without_what_only_some_runs_need(tmp_path: Path) -> None:
+    """transformers' loader, LoRA's and pipelines' modules take 3 s, also of a run that refuses its settings."""
+    needed_by_some = ("transformers.modeling_utils", "torch.distributed.pipelining", "peft", "datasets")
+    code = f"import sys, easytorch.training.loop\nprint([n for n in {needed_by_some!r} if n in sys.modules])"
+    assert run(code, cwd=tmp_path, path=(ROOT,)) == "[]"
+
+
 def test_modules_of_operations_import_by_their_former_paths(tmp_path: Path) -> None:
     """As they did before the folder had `dispatch/` and `attention/`; a pickle names its class by such a path."""
     former = {
