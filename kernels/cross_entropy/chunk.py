@@ -45,13 +45,8 @@ def _step(
     logits: torch.Tensor, labels: torch.Tensor, losses_grad: torch.Tensor | None, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All rows at once, in one buffer, and a second one for the slope of the soft cap."""
-    _, smoothing, softcap, z_loss = settings
-    dtype, slope = logits.dtype, None
-    z = logits if dtype == torch.float64 else logits.to(torch.float32)
-    if softcap is not None:
-        z = z.div_(softcap).tanh_()
-        slope = None if losses_grad is None else 1.0 - z.square()
-        z = z.mul_(softcap)
+    smoothing, z_loss, dtype = settings.label_smoothing, settings.z_loss, logits.dtype
+    z, slope = capped(logits, settings.softcap, with_slope=losses_grad is not None)
     ignored = labels == settings.ignore_index
     at = torch.where(ignored, 0, labels).to(torch.int64).unsqueeze(1)
     picked, largest = z.gather(1, at).squeeze(1), z.amax(dim=1, keepdim=True)
@@ -77,3 +72,15 @@ def _step(
     if slope is not None:
         grad = grad.mul_(slope)
     return losses, grad.to(dtype)
+
+
+def capped(
+    logits: torch.Tensor, softcap: float | None, *, with_slope: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits in float32 (float64 stays) with the soft cap, and its slope or None; in place where they can be."""
+    z, slope = logits if logits.dtype == torch.float64 else logits.to(torch.float32), None
+    if softcap is not None:
+        z = z.div_(softcap).tanh_()
+        slope = 1.0 - z.square() if with_slope else None
+        z = z.mul_(softcap)
+    return z, slope

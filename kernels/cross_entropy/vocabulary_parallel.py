@@ -37,8 +37,7 @@ def cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """hidden (..., D) and labels (...), the same on every rank, weight (V / n, D), bias (V / n,) -> the
-    loss.
+    """hidden (..., D) and labels (...), the same on every rank, weight (V / n, D), bias (V / n,) -> the loss.
 
     `native.linear_cross_entropy` of the full weight defines it; the value is the same on every rank. The gradient of
     hidden is summed over the ranks, those of weight and bias are of the rank's own part. first: the first class of the
@@ -127,13 +126,8 @@ def _step(
     first: int, vocabulary: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`chunk.step` of the logits (n, V / n) of the classes from `first` on."""
-    _, smoothing, softcap, z_loss = settings
-    dtype, width, slope = logits.dtype, logits.shape[1], None
-    z = logits if dtype == torch.float64 else logits.to(torch.float32)
-    if softcap is not None:
-        z = z.div_(softcap).tanh_()
-        slope = None if losses_grad is None else 1.0 - z.square()
-        z = z.mul_(softcap)
+    smoothing, z_loss, dtype, width = settings.label_smoothing, settings.z_loss, logits.dtype, logits.shape[1]
+    z, slope = chunk.capped(logits, settings.softcap, with_slope=losses_grad is not None)
     ignored = labels == settings.ignore_index
     place = labels.to(torch.int64) - first
     here = (place >= 0) & (place < width) & ~ignored
