@@ -190,10 +190,9 @@ def _check_floating(part: str, tree: Any, own: Any) -> None:
     """`ValueError` for integers and the like where the model's own tree has floating numbers."""
     expected = flat(own)
     for name, leaf in (flat(tree) if isinstance(tree, Mapping) else {}).items():
-        kind = getattr(torch, str(getattr(leaf, "dtype", "float32")), torch.float32)
-        of_model = str(getattr(expected.get(name), "dtype", "float32"))
-        if isinstance(kind, torch.dtype) and not kind.is_floating_point and "float" in of_model:
-            raise ValueError(f"{part} has {name!r} in {leaf.dtype}, and the model has it in {of_model}")
+        kind, of_model = _dtype_of(leaf), _dtype_of(expected.get(name))
+        if of_model.is_floating_point and not kind.is_floating_point:
+            raise ValueError(f"{part} has {name!r} in {leaf.dtype}, and the model has floating numbers there")
 
 
 def _check_without_slots(opt_state: Any, optimizer: Optimizer) -> None:
@@ -255,9 +254,14 @@ def _by_name(model: PreTrainedModel, params: Any, stats: Mapping[str, Any]) -> d
 
 
 def _dtypes(tree: Any) -> set[torch.dtype]:
-    """The floating dtypes of the leaves; float32 for those that torch does not have."""
-    found = {getattr(torch, str(getattr(leaf, "dtype", "float32")), torch.float32) for leaf in flat(tree).values()}
-    return {one for one in found if isinstance(one, torch.dtype) and one.is_floating_point}
+    """The floating dtypes of the leaves."""
+    return {one for one in map(_dtype_of, flat(tree).values()) if one.is_floating_point}
+
+
+def _dtype_of(leaf: Any) -> torch.dtype:
+    """A leaf's dtype; float32 for those that torch does not have."""
+    found = getattr(torch, str(getattr(leaf, "dtype", "float32")), torch.float32)
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _part(train_state: Any, key: str, *, optional: bool = False) -> Any:
