@@ -6,10 +6,8 @@ overrides the step where the family differs: `add_head`, and what makes logits o
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,6 +24,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers.arguments import in_order
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.linear import linear
 
@@ -35,33 +34,6 @@ else:
     _Base = object  # the family's `PreTrainedModel` stands behind the head in the bases
 
 logger = logging.getLogger(__name__)
-
-
-def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """`forward` with the arguments `names`, in the order in which transformers' class takes them by position."""
-
-    @functools.wraps(forward)
-    def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(names):
-            raise TypeError(
-                f"{type(self).__name__} takes at most {len(names)} arguments by position ({', '.join(names)}), "
-                f"{len(args)} were given"
-            )
-        return forward(self, **dict(zip(names, args, strict=False)), **kwargs)
-
-    own = inspect.signature(forward).parameters
-    parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_annotation(own, name)
-        )
-        for name in names
-    ]
-    ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])  # type: ignore[attr-defined]
-    return ordered
-
-
-def _annotation(parameters: Any, name: str) -> Any:
-    return parameters[name].annotation if name in parameters else "torch.Tensor | None"
 
 
 def classifier_dropout(config: Any) -> nn.Dropout:

@@ -14,26 +14,14 @@ from transformers import Cache
 from transformers.utils import output_capturing, torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
-from easytorch.layers.encoder_heads import in_order
 from easytorch.layers.heads import CausalLMHead, text_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
 else:
     _Base = object  # the family's `PreTrainedModel` comes after it among the bases
-
-
-class ArgumentsInOrder(_Base):
-    """A mixin: `forward` takes `arguments`, which a family names, in the order of transformers."""
-
-    arguments: ClassVar[tuple[str, ...]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        family: Any = cls
-        if "arguments" in vars(cls):
-            family.forward = in_order(cls.forward, cls.arguments)
 
 
 def is_token(token: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor, embedding: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils.generic import can_return_tuple
 
-from easytorch.layers.encoder_heads import in_order
+from easytorch.layers.arguments import in_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base

@@ -15,8 +15,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
-from easytorch.layers.image_text import ArgumentsInOrder, ImageTextHead, is_token
+from easytorch.layers.image_text import ImageTextHead, is_token
 from easytorch.layers.multimodal_positions import IMAGE, VIDEO, Grid, token_positions, vision_positions
 from easytorch.layers.packed_tower import check_grids
 

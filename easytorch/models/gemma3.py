@@ -17,8 +17,9 @@ from transformers.models.gemma3.modeling_gemma3 import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.heads import SequenceClassificationHead
-from easytorch.layers.image_text import ArgumentsInOrder, ImageTextHead, ImageTextModel
+from easytorch.layers.image_text import ImageTextHead, ImageTextModel
 from easytorch.layers.masks import Masks, masks_by_layer_type
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.protocol.native import NativeImageText

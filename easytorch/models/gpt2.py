@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
 from easytorch.layers.config import attn_implementation
@@ -26,7 +27,6 @@ from easytorch.layers.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from easytorch.layers.image_text import ArgumentsInOrder
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.protocol.native import NativeDecoder
@@ -246,7 +246,7 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         return outputs
 
 
-class GPT2LMHeadModel(ArgumentsInOrder, CausalLMHead, GPT2PreTrainedModel, GenerationMixin):
+class GPT2LMHeadModel(CausalLMHead, ArgumentsInOrder, GPT2PreTrainedModel, GenerationMixin):
     backbone_class = GPT2Model
     # `generate` takes those that the signature names
     arguments = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from transformers import GenerationMixin, Qwen3_5Config, Qwen3_5VisionConfig
 
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.gated_delta_net import GatedDeltaNet
 from easytorch.layers.heads import SequenceClassificationHead, TokenClassificationHead
-from easytorch.layers.image_text import ArgumentsInOrder
 from easytorch.layers.video_text import (
     VIDEO_TEXT_INPUTS,
     VideoTextHead,
