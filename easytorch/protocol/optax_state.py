@@ -9,7 +9,7 @@ same in both libraries are carried over; of another optimizer neither has a stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -121,13 +121,8 @@ def from_optax(train_state: Any, model: PreTrainedModel, optimizer: Optimizer) -
             count = float(np.asarray(given))
             of_each = {name: torch.tensor(count) for name in slots}
         else:
-            of_each = _by_name(model, given, stats)
-            alike = _dtypes(given)
-            if len(alike) == 1:
-                kept = alike.pop()
-                of_each = {name: one.to(kept) for name, one in of_each.items()}
-            else:  # each is that of its parameter, as optax makes them
-                of_each = {name: of_each[name].to(one.dtype) for name, one in graphstate(model).items()}
+            numbers, kinds = _by_name(model, given, stats), _kinds_by_name(model, given, stats)
+            of_each = {name: numbers[name].to(kind) for name, kind in kinds.items()}
         for name, value in slots.items():
             value[slot] = of_each[name]
     if _name(optimizer) in _COUNTED:
@@ -156,7 +151,10 @@ def _fields(optimizer: Optimizer) -> Mapping[str, str]:
     for group in optimizer.param_groups:
         wrong = [f"{key}={group[key]!r}" for key in _OTHERWISE if group.get(key)]
         if _name(optimizer) == "RMSprop" and group.get("momentum"):
-            wrong.append(f"momentum={group['momentum']!r}")
+            raise ValueError(
+                f"RMSprop with momentum={group['momentum']!r} sums gradients in its slot, and optax.rmsprop steps, "
+                "which have the learning rate in them: train without momentum, or begin anew"
+            )
         if wrong:
             raise ValueError(f"{_name(optimizer)} with {wrong[0]} keeps slots that optax has not")
     if _name(optimizer) == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
@@ -251,6 +249,26 @@ def _by_name(model: PreTrainedModel, params: Any, stats: Mapping[str, Any]) -> d
     config = conversion.plain_config(model.config)
     built: nn.Module = conversion.from_flax(type(model), config, tree, copy=True, dtype=dtype)
     return {**graphstate(built), **graphother(built)}
+
+
+def _kinds_by_name(model: PreTrainedModel, tree: Any, stats: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The dtypes of a tree of slots by the names of the model's parameters, or wider where torch needs that: its
+    optimizers step where a slot has its parameter's dtype, and nothing is lost by a wider one."""
+    found, own = sorted(_dtypes(tree), key=str), {name: one.dtype for name, one in graphstate(model).items()}
+    kinds = dict.fromkeys(own, found[0])
+    if len(found) > 1:  # where each leaf goes is seen by what it is filled with
+        numbers = _by_name(model, _filled(tree, lambda leaf: found.index(_dtype_of(leaf))), stats)
+        kinds = {name: found[int(numbers[name].max())] if numbers[name].numel() else own[name] for name in own}
+    return {
+        name: own[name] if torch.promote_types(kind, own[name]) == own[name] else kind for name, kind in kinds.items()
+    }
+
+
+def _filled(tree: Any, number: Callable[[Any], int]) -> Any:
+    """`tree` with each leaf full of one number, float32."""
+    if isinstance(tree, Mapping):
+        return {key: _filled(one, number) for key, one in tree.items()}
+    return np.full(np.shape(tree), number(tree), np.float32)
 
 
 def _dtypes(tree: Any) -> set[torch.dtype]:

@@ -31,9 +31,11 @@ from easytorch.protocol.quantization import linear_layers
 from easytorch.protocol.quantization_config import QuantizationConfig
 from easytorch.protocol.torchao_loading import (
     PREFIX,
+    decoded_stack,
     int4_tensors,
     int4_weight,
     most_common,
+    stacks_in,
     torchao_weight,
     warn_activations,
     weights_in,
@@ -206,9 +208,12 @@ def _read_torchao(
         layer: {part: f"{layer}.{PREFIX}{part}" for part in parts}
         for layer, parts in weights_in(reader.tensors).items()
     }
-    packed = {name for parts in names.values() for name in parts.values()}
+    stacks = stacks_in(reader.tensors)
+    packed = {name for parts in (*names.values(), *stacks.values()) for name in parts.values()}
     state = {name: to_torch(reader.read(name)) for name in reader.tensors if name not in packed}
-    weights, decoded = {}, []
+    weights, decoded = {}, list(stacks)
+    for stack, parts in stacks.items():
+        state[stack] = decoded_stack(stack, {part: to_torch(reader.read(name)) for part, name in parts.items()}, file)
     of_int4 = int4_tensors(reader.metadata, kind, names)
     for layer, parts in names.items():
         tensors = {part: to_torch(reader.read(name)) for part, name in parts.items()}
@@ -218,7 +223,7 @@ def _read_torchao(
             state[f"{layer}.weight"] = weight
         else:
             weights[layer] = weight
-    if not names:
+    if not names and not stacks:
         raise CheckpointError("its config says torchao, and it holds no quantized weight", file=file)
     return _settled(weights, state, decoded, layers, prefix, config, "torchao")
 

@@ -4,6 +4,7 @@ Of a weight-only `Int8Tensor`, `IntxUnpackedToInt8Tensor` or `Float8Tensor` name
 `layer._weight_qdata` (N, K), int8 or fp8, `_weight_scale` (N, groups) and, of integers, `_weight_zero_point` like it.
 An `Int4Tensor`'s qdata is (N, K / 2) bytes, and its scale and zero point are (groups, N); the file's metadata or the
 config's `quant_type` say that it is one.
+Of a stack of experts, another parameter than `weight`, it holds `experts._down_proj_qdata` (E, N, K) and the like.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from easytorch.layers.quantized_formats import FormatSettings
 _LOG = logging.getLogger(__name__)
 PREFIX = "_weight_"
 _KNOWN = {"qdata", "scale", "zero_point"}
+_PART_OF_STACK = re.compile(rf"_(\w+)_({'|'.join(sorted(_KNOWN))})")
 
 
 def weights_in(names: Collection[str]) -> dict[str, set[str]]:
@@ -35,6 +37,29 @@ def weights_in(names: Collection[str]) -> dict[str, set[str]]:
         if leaf.startswith(PREFIX):
             found.setdefault(layer, set()).add(leaf.removeprefix(PREFIX))
     return found
+
+
+def stacks_in(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """Parameter -> the parts of its stack of matrices in a checkpoint of torchao, and their tensors."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        if (part := _PART_OF_STACK.fullmatch(leaf)) and not leaf.startswith(PREFIX):
+            found.setdefault(f"{module}.{part[1]}", {})[part[2]] = name
+    return {name: parts for name, parts in found.items() if "qdata" in parts}
+
+
+def decoded_stack(name: str, parts: Mapping[str, Tensor], file: Path) -> Tensor:
+    """The stack (E, N, K), float32, of the checkpoint's tensors; `CheckpointError` as `torchao_weight`."""
+    codes = parts["qdata"]
+    if codes.dim() != 3:
+        raise CheckpointError(
+            f"is {tuple(codes.shape)}; experts are a stack of matrices (E, N, K)", file=file, tensor=f"{name} (qdata)"
+        )
+    of_each = [
+        {part: one[expert] if one.dim() == 3 else one for part, one in parts.items()} for expert in range(len(codes))
+    ]
+    return torch.stack([torchao_weight(name, one, file).dequantized() for one in of_each])
 
 
 def torchao_weight(layer: str, parts: Mapping[str, Tensor], file: Path) -> TorchaoWeight:

@@ -122,11 +122,14 @@ class TrainState:
 
 @check_types("step")
 def to_state(model: nn.Module, optimizer: Optimizer | None = None, *, step: int = 0) -> TrainState:
-    """The train state of `model`, with the slots of `optimizer` where one is given."""
+    """The train state of `model`, with the slots of `optimizer` where one is given; `ValueError` for slots that do not
+    fit their parameters."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step={step!r} must be an int of at least 0")
     model = unwrapped(model)
     slots = None if optimizer is None else OptimizerState.of(optimizer, model)
+    if slots is not None:
+        slots.check_slots(dict(model.named_parameters()))
     return TrainState(step, *split_module(model), slots)
 
 

@@ -343,6 +343,34 @@ def test_the_dtypes_and_classes_of_a_state_are_kept():
         assert [one.dtype for one in jax.tree.leaves(found)] == [one.dtype for one in jax.tree.leaves(expected)]
 
 
+def test_slots_of_fewer_bits_are_widened_so_that_torch_can_step():
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    params, tx = params_of(model), optax.adamw(1e-2, mu_dtype=jax.numpy.bfloat16)
+    _, opt_state = tx.update(jax.tree.map(np.ones_like, params), tx.init(params), params)
+    protocol.from_optax({"step": 1, "params": params, "opt_state": opt_state}, model, optimizer)
+    step(model, optimizer, 1)
+    assert all(slots["exp_avg"].dtype == torch.float32 for slots in optimizer.state.values())
+
+
+def test_slots_of_several_dtypes_keep_their_own():
+    model = build("llama").to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for one in model.parameters():
+        one.grad = torch.full_like(one, 0.25)
+    optimizer.step()
+    wide = torch.full((32,), 1.0009765)
+    optimizer.state[model.model.norm.weight]["exp_avg_sq"] = wide
+    tree = protocol.to_optax(model, optimizer, step=1)
+    other = build("llama", seed=1).to(torch.bfloat16)
+    restored = torch.optim.AdamW(other.parameters())
+    protocol.from_optax(tree, other, restored)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for slot in ("exp_avg", "exp_avg_sq"):
+            before, after = optimizer.state[one][slot], restored.state[two][slot]
+            assert before.dtype == after.dtype and torch.equal(before, after)
+
+
 @pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
 def test_steps_that_optax_does_not_count_are_the_train_states(kind):
     model = build("llama")

@@ -527,3 +527,15 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path):
     optimizer.optimizer.state.clear()
     assert state.optimizer.kind == "torch.optim.adamw.AdamW" and state.restore(prepared, optimizer) == 1
     assert all(torch.equal(one, before[name]) for name, one in optimizer.state[model.model.norm.weight].items())
+
+
+@pytest.mark.parametrize("slot", ["exp_avg", "step"])
+def test_slots_of_another_shape_are_refused_before_they_are_saved(slot):
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    optimizer.state[model.lm_head.weight][slot] = torch.zeros(3)
+    with pytest.raises(ValueError, match=f"the slot '{slot}' of 'lm_head.weight'"):
+        model.to_state(optimizer, step=1)

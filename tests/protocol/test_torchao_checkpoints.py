@@ -84,6 +84,32 @@ def test_layers_have_the_codes_of_the_checkpoint(name: str, kind: str, tmp_path:
         assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+def test_stacks_of_experts_are_decoded(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    config = transformers.Qwen3MoeConfig(**SIZES, **sizes, num_key_value_heads=2, dtype="float32")
+    expected = transformers.AutoModelForCausalLM.from_config(config).eval()
+    expected.save_pretrained(tmp_path / "plain")
+    tensors = {name: one.clone() for name, one in expected.state_dict().items()}
+    for name in [name for name in tensors if ".experts." in name]:
+        weight, (module, _, leaf) = tensors.pop(name), name.rpartition(".")
+        scale = weight.abs().amax(-1, keepdim=True) / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        tensors |= {f"{module}._{leaf}_qdata": codes, f"{module}._{leaf}_scale": scale}
+        expected.get_parameter(name).data = codes.float() * scale
+    folder = tmp_path / "torchao"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((tmp_path / "plain/config.json").read_text())
+    content["quantization_config"] = {"quant_method": "torchao", "quant_type": {"default": {"_type": "any"}}}
+    (folder / "config.json").write_text(json.dumps(content))
+    model = easytorch.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+    save_file(tensors | {f"{module}._{leaf}_scale": scale[:, :3].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no grid over"):
+        easytorch.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_a_layer_of_another_format_is_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = checkpoint(tmp_path, "llama", "int4")
     tensors = load_file(tmp_path / "model.safetensors")
