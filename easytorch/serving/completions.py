@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from easytorch.generation.engine import CompletionOutput, Logprob, RequestOutput
@@ -72,45 +74,82 @@ class Chat:
 class Completions:
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, echoes: Sequence[str] | None) -> None:
+    def __init__(self, echoes: Sequence[str] | None, tokenizer: Any) -> None:
         """echoes: the prompts' texts, where the response begins with them; one for each choice."""
-        self._echoes = echoes
+        self._echoes, self._tokenizer = echoes, tokenizer
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
-        return self.piece(index, self._echo(index) + completion.text, completion, 0)
+        whole = self.piece(index, self._echo(index) + completion.text, completion, 0)
+        if whole["logprobs"] is not None and (prompt := self._prompt_logprobs(index, output)) is not None:
+            whole["logprobs"] = {name: values + whole["logprobs"][name] for name, values in prompt.items()}
+        return whole
 
     def opening(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         if self._echoes is None:
             return None
-        return {"index": index, "text": self._echo(index), "logprobs": None, "finish_reason": None}
+        logprobs = self._prompt_logprobs(index, output)
+        return {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
 
     def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]:
-        logprobs = self._logprobs(completion, known)
+        logprobs = self._logprobs(len(self._echo(index)), completion, known)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     def _echo(self, index: int) -> str:
         return "" if self._echoes is None else self._echoes[index]
 
     @staticmethod
-    def _logprobs(completion: CompletionOutput, known: int) -> dict[str, Any] | None:
+    def _logprobs(before: int, completion: CompletionOutput, known: int) -> dict[str, Any] | None:
+        """Those of new tokens from `known` on. before: characters of the echo."""
         if completion.logprobs is None:
             return None
-        tokens, values, tops = [], [], []
-        offsets = []
-        earlier = zip(completion.token_ids[:known], completion.logprobs[:known], strict=True)
-        before = sum(len(_text(given[token])) for token, given in earlier)
-        for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
-            tokens.append(_text(given[token]))
-            values.append(given[token].logprob)
-            tops.append({_text(one): one.logprob for one in given.values()})
+        found = [(_text(given[token]), given[token].logprob, given)
+                 for token, given in zip(completion.token_ids, completion.logprobs, strict=True)]  # fmt: skip
+        before += sum(len(text) for text, _, _ in found[:known])
+        offsets = itertools.accumulate((len(text) for text, _, _ in found[known:]), initial=before)
+        return _lists(found[known:], [*offsets][: len(found) - known])
+
+    def _prompt_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        """Those of the prompt's tokens; null for the first, before which nothing stands."""
+        if output.prompt_logprobs is None:
+            return None
+        echo, special = self._echo(index), set(self._tokenizer.all_special_ids)
+        found, offsets, before = [], [], 0
+        for token, given in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+            text = self._tokenizer.decode([token]) if given is None else _text(given[token])
+            found.append((text, None if given is None else given[token].logprob, given))
             offsets.append(before)
-            before += len(tokens[-1])
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+            # a token that the tokenizer put before the text is none of its characters
+            before += 0 if token in special and not echo.startswith(text, before) else len(text)
+        return _lists(found, offsets)
+
+
+def _lists(
+    found: Sequence[tuple[str, float | None, Mapping[int, Logprob] | None]], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """For each token its text, log probability and the likeliest -> the legacy API's parallel lists."""
+    tops = [None if given is None else {_text(one): one.logprob for one in given.values()} for _, _, given in found]
+    return {
+        "tokens": [text for text, _, _ in found], "token_logprobs": [value for _, value, _ in found],
+        "top_logprobs": tops, "text_offset": [*offsets],
+    }  # fmt: skip
 
 
 def _text(logprob: Logprob) -> str:
     return logprob.decoded_token or ""
+
+
+async def without_new_token(outputs: Outputs) -> Outputs:
+    """Of requests for their prompts alone, which generate one token for them."""
+    try:
+        async for place, output in outputs:
+            completion = replace(
+                output.outputs[0], text="", token_ids=[], finish_reason="length", stop_reason=None,
+                logprobs=None if output.outputs[0].logprobs is None else [],
+            )  # fmt: skip
+            yield place, replace(output, outputs=[completion])
+    finally:
+        await outputs.aclose()
 
 
 class Usage:

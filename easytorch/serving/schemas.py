@@ -198,11 +198,14 @@ class CompletionRequest(SamplingRequest):
             raise ValueError("suffix: this server does not support fill-in-the-middle")
         if self.best_of not in (None, self.n):
             raise ValueError("best_of: this server returns every continuation it generates; use n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs: this server returns those of new tokens only")
         if not self.prompt:
             raise ValueError("prompt is empty")
         return self
+
+    @property
+    def prompt_only(self) -> bool:
+        """No new tokens: the prompt is returned with its log probabilities, as programs that score texts ask for."""
+        return self.echo and self.max_tokens == 0
 
     def prompts(self) -> list[Any]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -210,7 +213,9 @@ class CompletionRequest(SamplingRequest):
         return list(self.prompt)
 
     def params(self) -> SamplingParams:
-        return SamplingParams(**self._given(), max_tokens=self.max_tokens, logprobs=self.logprobs)
+        prompt_logprobs = self.logprobs if self.echo else None
+        most = 1 if self.prompt_only else self.max_tokens
+        return SamplingParams(**self._given(), max_tokens=most, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class EmbeddingRequest(_Request):

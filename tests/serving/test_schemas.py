@@ -99,7 +99,7 @@ REFUSED_CHATS = [
     ({"logprobs": False, "top_logprobs": 1}, "top_logprobs requires"),
 ]  # fmt: skip
 REFUSED_TEXTS = [
-    ({"suffix": "a"}, "suffix"), ({"n": 2, "best_of": 1}, "best_of"), ({"echo": True, "logprobs": 0}, "echo with"),
+    ({"suffix": "a"}, "suffix"), ({"n": 2, "best_of": 1}, "best_of"),
     ({"prompt": ""}, "prompt is empty"), ({"prompt": []}, "prompt is empty"), ({"prompt": [1.5]}, "prompt"),
 ]  # fmt: skip
 

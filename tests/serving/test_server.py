@@ -133,6 +133,35 @@ def test_completions(client, expected, tokenizer):
     assert texts == {0: again.choices[0].text, 1: again.choices[0].text}
 
 
+def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, tokenizer):
+    """As programs that score texts read them; with no new token, whole and as a stream."""
+    prompts = ["the class", "binds a name to"]
+    asked = {"model": "small", "prompt": prompts, "temperature": 0, "logprobs": 2, "echo": True}
+    whole = client.completions.create(**asked, max_tokens=4)
+    alone = client.completions.create(**asked, max_tokens=0)
+    pieces = {0: [[], [], []], 1: [[], [], []]}
+    for chunk in client.completions.create(**asked, max_tokens=4, stream=True):
+        for choice in chunk.choices:
+            tokens, values, offsets = pieces[choice.index]
+            tokens += choice.logprobs.tokens
+            values += choice.logprobs.token_logprobs
+            offsets += choice.logprobs.text_offset
+    for index, prompt in enumerate(prompts):
+        right = expected(prompt, temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)[0]
+        choice, only = whole.choices[index], alone.choices[index]
+        assert choice.text == prompt + right.text and only.text == prompt and only.finish_reason == "length"
+        given = tokenizer(prompt)["input_ids"]
+        found = choice.logprobs
+        assert pieces[index] == [found.tokens, found.token_logprobs, found.text_offset]
+        assert "".join(found.tokens[: len(given)]) == prompt and len(found.tokens) == len(given) + 4
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.text_offset == [len("".join(found.tokens[:place])) for place in range(len(found.tokens))]
+        assert only.logprobs.tokens == found.tokens[: len(given)]
+        assert only.logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1 : len(given)], abs=1e-4)
+        assert all(value is not None and value < 0 for value in found.token_logprobs[1:])
+    assert alone.usage.completion_tokens == 0 and alone.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
 def test_a_stream_of_completions_joins_to_the_answer(client):
     """Two prompts with two continuations each: every choice in its place, and offsets that go on."""
     settings = {"model": "small", "prompt": ["the class", "binds a name to"], "n": 2, "temperature": 0.8, "seed": 3}
@@ -269,7 +298,7 @@ def test_the_other_errors_have_openai_s_body(client, address):
         (b'{"model": "small", "prompt": [-1]}', 400, ""),
         (b'{"model": "small", "prompt": [99999999]}', 400, "token 99999999"),
         (b'{"model": "small", "prompt": []}', 400, "prompt is empty"),
-        (b'{"model": "small", "prompt": "x", "echo": true, "logprobs": 1}', 400, "echo with logprobs"),
+        (b'{"model": "small", "prompt": "x", "max_tokens": 0}', 400, "max_tokens=0"),
         (b'{"model": "small", "prompt": "x", "n": 2, "best_of": 3}', 400, "best_of"),
         (b'{"model": "small", "prompt": ["x", ""]}', 400, "the prompt has no tokens"),
         (b'{"model": "small", "prompt": [99999999999], "echo": true}', 400, "token 99999999999"),

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
 from easytorch.cache.arguments import cache_argument, positive
+from easytorch.generation.engine.logprobs import logprobs_of
 from easytorch.generation.engine.memory import cache_sizes
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
 from easytorch.generation.engine.request import Logprob, Request, RequestOutput, token_sequences
-from easytorch.generation.engine.sampler import logprobs_of, sample
+from easytorch.generation.engine.sampler import sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
 from easytorch.generation.engine.structured import StructuredOutputs
@@ -288,7 +290,13 @@ class Engine:
         step = RaggedStep(self._cache, parts, self._states)
         tokens = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
         ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+        ends = list(ends)
         wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        # a position's row among all chunks' tokens is its distance from the end of its chunk
+        scored = [
+            (chunk.request, end - chunk.end, at) for chunk, end in zip(chunks, ends, strict=True) for at in chunk.scored
+        ]
+        wanted += [offset + at for _, offset, at in scored]
         device = self._cache.device
         output = self.model(
             input_ids=torch.tensor([tokens], device=device),
@@ -298,9 +306,18 @@ class Engine:
             logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=device),
             **{self._cache_name: step},
         )
-        logits = output.logits[0]
+        logits, of_prompts = output.logits[0].split([len(requests), len(scored)])
+        self._score(of_prompts, [(request, at + 1) for request, _, at in scored])
         tokens = sample(logits, requests) if requests else []
-        return list(zip(requests, tokens, logprobs_of(logits, tokens, requests, self.tokenizer), strict=True))
+        most = [request.params.logprobs for request in requests]
+        return list(zip(requests, tokens, logprobs_of(logits, tokens, most, self.tokenizer), strict=True))
+
+    def _score(self, logits: Tensor, scored: Sequence[tuple[Request, int]]) -> None:
+        """logits (B, V) of the positions before B tokens of prompts, each given by its request and position."""
+        tokens = [request.tokens[position] for request, position in scored]
+        most = [request.params.prompt_logprobs for request, _ in scored]
+        for (request, _), found in zip(scored, logprobs_of(logits, tokens, most, self.tokenizer), strict=True):
+            request.prompt_logprobs.append(found)
 
     def _drop(self, request: Request) -> None:
         self._scheduler.remove(request)

@@ -32,7 +32,8 @@ class SamplingParams:
     stop: strings that end the text, which are left out of it unless include_stop_str_in_output.
     stop_token_ids: further end tokens. ignore_eos: the model's end tokens do not end the request.
     logprobs: return the log probability of each token and of this many of the likeliest, by the model's distribution
-    before penalties, biases and temperature.
+    before penalties, biases and temperature. prompt_logprobs: likewise of each token of the prompt but the first;
+    cached pages of its prefix are computed again for them.
     structured_outputs: the text follows a JSON schema, a regular expression, a choice or a grammar, and ends where it
     is complete; needs the package llguidance (extra `serve`).
     """
@@ -56,6 +57,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
@@ -82,10 +84,11 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0)
-            if self.logprobs > MOST_LOGPROBS:
-                raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _integer(name, count, 0)
+                if count > MOST_LOGPROBS:
+                    raise ValueError(f"{name}={count} must be at most {MOST_LOGPROBS}")
         if self.seed is not None:
             _integer("seed", self.seed, None)
         for name in ("stop_token_ids", "allowed_token_ids"):

@@ -40,7 +40,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One request after a step. num_cached_tokens: prompt tokens served from the prefix cache."""
+    """One request after a step. num_cached_tokens: prompt tokens served from the prefix cache. prompt_logprobs: one
+    dict for each token of the prompt, None for the first; None where they were not asked for."""
 
     request_id: str
     prompt: str | None
@@ -48,13 +49,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(eq=False)
 class Request:
     """tokens: prompt and output. computed: the number of tokens whose keys and values are in `pages` after the
     scheduled step. hashes: one for each full page of tokens. max_length: the number of tokens at which it ends. slot:
-    its index among the running requests."""
+    its index among the running requests. prompt_logprobs: of the prompt's tokens that have been scored so far."""
 
     request_id: str
     prompt: str | None
@@ -75,12 +77,21 @@ class Request:
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def unscored(self) -> range:
+        """The positions of the prompt whose logits are still to be read for `params.prompt_logprobs`: those of a
+        position score the token after it."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs) - 1, self.prompt_length - 1)
 
     @property
     def output_tokens(self) -> list[int]:
@@ -130,6 +141,7 @@ class Request:
             outputs=[completion],
             finished=self.finish_reason is not None,
             num_cached_tokens=self.cached or 0,
+            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
         )
 
 

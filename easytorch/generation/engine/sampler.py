@@ -7,12 +7,11 @@ the one that `generate_tokens` gives for the same prompt, parameters and seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from easytorch.generation.engine.request import Logprob, Request, decode_token
+from easytorch.generation.engine.request import Request
 from easytorch.generation.sampling import gumbel_noise, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 from easytorch.kernels.random.counter import LOW
 
@@ -30,25 +29,6 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
         tokens[torch.tensor(rows, device=tokens.device)] = drawn
     chosen: list[int] = tokens.tolist()
     return chosen
-
-
-def logprobs_of(
-    logits: Tensor, tokens: Sequence[int], requests: Sequence[Request], tokenizer: Any
-) -> list[dict[int, Logprob] | None]:
-    """For each request that asks for it: the chosen token's log probability by `logits` (B, V), and the likeliest."""
-    found: list[dict[int, Logprob] | None] = [None] * len(requests)
-    for row, request in enumerate(requests):
-        if (most := request.params.logprobs) is None:
-            continue
-        own = logits[row].to(torch.float32).log_softmax(dim=-1)
-        token = tokens[row]
-        rank = int((own > own[token]).sum()) + 1
-        given = {token: Logprob(float(own[token]), rank, decode_token(tokenizer, token))}
-        values, best = own.topk(min(most, own.shape[0]))
-        for place, (value, other) in enumerate(zip(values.tolist(), best.tolist(), strict=True)):
-            given.setdefault(other, Logprob(value, place + 1, decode_token(tokenizer, other)))
-        found[row] = given
-    return found
 
 
 def _adjust(logits: Tensor, request: Request) -> Tensor | None:

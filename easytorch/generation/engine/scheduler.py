@@ -9,9 +9,13 @@ from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.prefix import extend_hashes
 from easytorch.generation.engine.request import Request
 
+# Rows of logits that a step computes for `prompt_logprobs`: a vocabulary of 128k in float32 takes 128 MB for them.
+MOST_SCORED = 256
+
 
 class ScheduledChunk(NamedTuple):
-    """Tokens [start, end) of a request, which run in this step; `samples`: the next token is sampled after them."""
+    """Tokens [start, end) of a request, which run in this step; `samples`: the next token is sampled after them;
+    `scored`: the positions whose logits score the prompt's next token."""
 
     request: Request
     start: int
@@ -20,6 +24,11 @@ class ScheduledChunk(NamedTuple):
     @property
     def samples(self) -> bool:
         return self.end == len(self.request.tokens)
+
+    @property
+    def scored(self) -> range:
+        wanted = self.request.unscored
+        return range(max(self.start, wanted.start), min(self.end, wanted.stop))
 
 
 class Scheduler:
@@ -63,25 +72,36 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
-        left = self.max_batch_tokens
+        left, to_score = self.max_batch_tokens, MOST_SCORED
         preempted = self.preemptions
         place = 0
         while place < len(self.running) and left:
             request = self.running[place]
-            end = min(len(request.tokens), request.computed + left)
+            end = self._end(request, left, to_score)
             if not self._extend_pages(request, end):
                 break  # preempted: it was admitted last
-            chunks.append(self._schedule_up_to(request, end))
-            left -= chunks[-1].end - chunks[-1].start
             place += 1
+            if end > request.computed:
+                chunks.append(self._schedule_up_to(request, end))
+                left -= chunks[-1].end - chunks[-1].start
+                to_score -= len(chunks[-1].scored)
         while self.waiting and left and len(self.running) < self.max_requests and preempted == self.preemptions:
             request = self.waiting[0]
-            if not self._admit(request):
+            if (request.unscored and not to_score) or not self._admit(request):
                 break
             self.running.append(self.waiting.popleft())
-            chunks.append(self._schedule_up_to(request, min(len(request.tokens), request.computed + left)))
+            chunks.append(self._schedule_up_to(request, self._end(request, left, to_score)))
             left -= chunks[-1].end - chunks[-1].start
+            to_score -= len(chunks[-1].scored)
         return chunks
+
+    @staticmethod
+    def _end(request: Request, left: int, to_score: int) -> int:
+        """Where its next chunk ends: after `left` tokens at most, `to_score` of which are scored."""
+        end = min(len(request.tokens), request.computed + left)
+        first = max(request.computed, request.unscored.start)
+        # what follows the last position that is scored is free
+        return end if len(range(first, min(end, request.unscored.stop))) <= to_score else first + to_score
 
     def _schedule_up_to(self, request: Request, end: int) -> ScheduledChunk:
         """Schedules a request up to `end` and caches the pages that this fills: a request that shares them runs in
@@ -100,7 +120,8 @@ class Scheduler:
         if self.prefix_reuse:
             extend_hashes(request.hashes, request.tokens, self.page_size)
             # one token at least is computed: its logits are what the next one is sampled from
-            shared = self.pool.match(request.hashes[: (len(request.tokens) - 1) // self.page_size])
+            most = min([len(request.tokens) - 1, *request.unscored[:1]])
+            shared = self.pool.match(request.hashes[: most // self.page_size])
         missing = self._num_pages(len(request.tokens)) - len(shared)
         if not self.pool.can_allocate(missing, shared):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ import easytorch
 from easytorch.generation import generate_tokens
 from easytorch.generation.engine import LLM, Engine, SamplingParams
 from easytorch.generation.engine.memory import cache_sizes
+from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.request import Request
 from easytorch.generation.engine.supported import cached_layers, refusal
 from tests.generation.engine.page_machine import PageMachine
@@ -174,6 +176,58 @@ def test_log_probabilities_are_the_model_s(llama):
         for one, logprob in given.items():
             assert math.isclose(logprob.logprob, float(row[one]), abs_tol=1e-4)
             assert logprob.rank == int((row > row[one]).sum()) + 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_log_probabilities_of_prompts_are_the_model_s(family):
+    """Whatever the chunks, with a prefix that is cached already, after a preemption, and beside requests without."""
+    model = model_of(family)
+    torch.manual_seed(4)
+    prompts = torch.randint(5, 90, (5, 21)).tolist()
+    prompts[1] = prompts[0][:19]
+    params = dataclasses.replace(GREEDY, prompt_logprobs=3)
+    engine = Engine(model, page_size=4, max_memory=1 << 22, max_batch_tokens=8)
+    engine._pool = engine._scheduler.pool = PagePool(20)
+    list(engine.stream(prompts[0], GREEDY))
+    outputs = {}
+    asked = {engine.add_request(prompt, params): prompt for prompt in prompts}
+    plain = {engine.add_request(prompt, GREEDY): prompt for prompt in prompts}
+    while engine.has_unfinished_requests:
+        outputs |= {output.request_id: output for output in engine.step()}
+    for request_id, prompt in asked.items():
+        with torch.no_grad():
+            own = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+        first, *found = outputs[request_id].prompt_logprobs
+        assert first is None and len(found) == len(prompt) - 1
+        for place, (token, given) in enumerate(zip(prompt[1:], found, strict=True)):
+            values, best = own[place].topk(3)
+            assert set(given) == {token, *best.tolist()}
+            assert given[token].logprob == pytest.approx(float(own[place, token]), abs=1e-4)
+            assert given[token].rank == int((own[place] > own[place, token]).sum()) + 1
+            assert [given[one].logprob for one in best.tolist()] == pytest.approx(values.tolist(), abs=1e-4)
+    for request_id, prompt in plain.items():
+        assert outputs[request_id].prompt_logprobs is None
+        same = next(one for one in asked if asked[one] == prompt)
+        assert outputs[request_id].outputs[0].token_ids == outputs[same].outputs[0].token_ids
+    assert family == "mamba2" or engine.stats().preemptions > 0
+
+
+def test_prompts_are_scored_a_few_positions_at_a_step(llama, monkeypatch):
+    """The logits of a long prompt would take gigabytes; one-token prompts have none to score."""
+    monkeypatch.setattr("easytorch.generation.engine.scheduler.MOST_SCORED", 6)
+    engine = Engine(llama, page_size=4, max_memory=1 << 20)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    asked = {engine.add_request(list(range(5, 5 + length)), params): length for length in (1, 15, 2, 9)}
+    most = []
+    run_model = llama.forward
+    monkeypatch.setattr(
+        llama, "forward", lambda **given: most.append(len(given["logits_to_keep"])) or run_model(**given)
+    )
+    done = {}
+    while engine.has_unfinished_requests:
+        done |= {output.request_id: output for output in engine.step()}
+    assert {one: len(done[one].prompt_logprobs) for one in asked} == asked
+    assert max(most) <= 6 + len(asked) and len(most) >= 4
 
 
 def test_penalties_and_biases_are_their_definitions(llama):
