@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from easytorch.kernels.cpu import build
+from easytorch.kernels.cpu import build, fakes
 
 logger = logging.getLogger(__name__)
 
@@ -94,5 +94,6 @@ def _load_file(path: Path) -> str | None:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load ({error}); remove it to have it built again"
+    fakes.register()
     _loaded = path
     return None

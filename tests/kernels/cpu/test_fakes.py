@@ -1,0 +1,90 @@
+"""What the C++ operators give without numbers: the shapes, dtypes and strides that they give with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from easytorch.kernels.attention.call import AttentionCall
+from easytorch.kernels.cpu import fakes, library
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
+
+NONE, NO_IDS = torch.empty(0), torch.empty(0, dtype=torch.int64)
+TOP = library.BEST
+
+
+def ones(*sizes: int, **settings: Any) -> torch.Tensor:
+    return torch.ones(sizes, **settings)
+
+
+def calls() -> list[tuple[str, tuple[Any, ...]]]:
+    x, query, value = ones(2, 5, 6), ones(2, 5, 4, 8), ones(2, 5, 2, 6)
+    key, lse = ones(2, 5, 2, 8), torch.zeros(2, 4, 5)
+    plain, sinks = tuple(AttentionCall(scale=0.5)), tuple(AttentionCall(scale=0.5, sinks=ones(4)))
+    output, tables = ones(2, 5, 4, 6), (torch.tensor([5]), torch.tensor([[0, 1]]), torch.tensor([0, 3]))
+    half = ones(2, 5, 6, dtype=torch.bfloat16)
+    step, weight, no_angles = ones(2, 1, 6), ones(6, 6), (ones(1, 1, 0), ones(1, 1, 0))
+    projections = (weight, NONE) * 3
+    gates, codes = ones(2, 5, 4), ones(3, 32, dtype=torch.int8)
+    cache = ones(2, 2, 4, 3)
+    return [
+        ("rotary", (query, key, ones(2, 5, 8), ones(2, 5, 8), TOP)),
+        ("rms_norm", (half.mT.contiguous().mT[..., :4].contiguous(), ones(4, dtype=torch.bfloat16), 1e-5, TOP)),
+        ("norm_backward", (x, x, ones(6), NONE, 1e-5, False, TOP)),
+        ("norm_backward", (x, x, ones(6), ones(6), 1e-5, True, TOP)),
+        ("linear", (x, ones(3, 6), NONE, TOP)),
+        ("linear_argmax", (x, ones(3, 6), NONE, TOP)),
+        ("quantized_matmul", (ones(2, 32), codes, ones(3, 1), NONE.byte(), NONE, 0, 32, 32, TOP)),
+        ("glu", (x, x, 0, TOP)),
+        ("glu_backward", (x, x, x, 0, TOP)),
+        ("flash", (query, key, value, *plain, TOP)),
+        ("flash_training", (query, key, value, *plain, TOP)),
+        ("flash_backward", (output, query, key, value, output, lse, *plain, TOP)),
+        ("flash_backward", (output, query, key, value, output, lse, *sinks, TOP)),
+        ("decode", (ones(2, 4, 1, 8), ones(2, 2, 5, 8), ones(2, 2, 5, 6), None, *plain, TOP)),
+        ("ragged_page", (ones(3, 4, 8), ones(2, 4, 2, 8), ones(2, 4, 2, 6), *tables, *AttentionCall(right=0), 9, TOP)),
+        ("attention_step", (
+            step, ones(6), *projections, weight, NONE, NONE, NONE, *no_angles, cache, cache.clone(), *plain,
+            1e-5, 1e-5, 0, 1, 2, 1, TOP,
+        )),
+        ("feed_forward_step", (step, ones(6), *projections, 1e-5, 0, 1, TOP)),
+        ("causal_conv1d", (x, ones(6, 4), NONE, NONE, NO_IDS, True, TOP)),
+        ("ssm1", (x, x, ones(6, 3), ones(2, 5, 3), ones(2, 5, 3), NONE, NONE, NONE, NONE, NO_IDS, True, TOP)),
+        ("ssm2", (
+            query, gates, ones(4), ones(2, 5, 2, 3), ones(2, 5, 2, 3), NONE, NONE, NONE, NONE, NO_IDS, True, 0.0, 1.0,
+            TOP,
+        )),
+        ("gated_delta_rule", (
+            key, key, ones(2, 5, 4, 6), gates, gates, NONE, NO_IDS, 1.0, False, 1e-6, TOP,
+        )),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given"), [pytest.param(*one, id=f"{n}-{one[0]}") for n, one in enumerate(calls())])
+def test_without_numbers_it_gives_the_same_shapes(name: str, given: tuple[Any, ...]) -> None:
+    operator = getattr(torch.ops.easytorch_cpu, name).default
+    torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_every_operator_has_one() -> None:
+    names = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("easytorch_cpu::")
+    }
+    assert names == set(fakes._FAKES) == {name for name, _ in calls()}
+
+
+def test_it_runs_in_a_compiled_and_in_an_exported_program() -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            norm = torch.ops.easytorch_cpu.rms_norm.default(x, ones(6), 1e-5, TOP)
+            return torch.ops.easytorch_cpu.linear.default(norm, ones(3, 6), NONE, TOP).relu()
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6)
+    want = Two()(x)
+    assert torch.equal(torch.compile(Two(), fullgraph=True, backend="aot_eager")(x), want)
+    exported = torch.export.export(Two(), (x,), dynamic_shapes=({1: torch.export.Dim("length")},))
+    assert torch.equal(exported.module()(x[:, :3]), want[:, :3])
