@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -168,8 +169,9 @@ def adapters(family: str) -> None:
     generates = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     # PEFT passes what a text model is given
     task = generates if model.can_generate() and family not in TOWERS else None
-    # by PEFT, for Mamba's kernels would pass over the adapter; and an indexer's choice has no gradient
-    refused = ["out_proj"] if family in MAMBA else r".*\.indexer\..*" if family == "deepseek_v32" else None
+    # by PEFT, for Mamba's kernels would pass over the adapter; an indexer's choice has no gradient; no sound is given
+    of_names = {"deepseek_v32": r".*\.indexer\..*", "gemma4": ".*audio.*"}
+    refused = ["out_proj"] if family in MAMBA else of_names.get(family)
     config = peft.LoraConfig(
         target_modules="all-linear", exclude_modules=refused, task_type=task, init_lora_weights=False, r=2
     )
@@ -226,7 +228,7 @@ def half(family: str) -> None:
         assert all(
             grad is not None and grad.dtype == dtype
             for name, grad in gradients.items()
-            if not name.endswith(unused) and ".indexer." not in name
+            if not name.endswith(unused) and not re.search(r"\.indexer\.|_audio\.|audio_tower", name)
         )
 
 

@@ -162,4 +162,5 @@ def blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _block(part: nn.Module) -> str | None:
-    return next((one.__name__ for one in type(part).__mro__ if one.__module__.startswith("easytorch.layers.")), None)
+    layers = (one for one in type(part).__mro__ if one.__module__.startswith("easytorch.layers."))
+    return next((one.__name__ for one in layers if not one.__module__.endswith(".arguments")), None)  # an order alone

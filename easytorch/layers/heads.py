@@ -215,11 +215,11 @@ class SoftcappedCausalLMHead(CausalLMHead):
     """`CausalLMHead` whose logits are bounded, cap * tanh(logits / cap), by `config.final_logit_softcapping`."""
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        cap = self.config.final_logit_softcapping
+        cap = text_config_of(self.config).final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def logits_finish(self) -> tuple[float, float | None]:
-        return 1.0, self.config.final_logit_softcapping
+        return 1.0, text_config_of(self.config).final_logit_softcapping
 
 
 class SequenceClassificationHead(_Base):

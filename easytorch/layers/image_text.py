@@ -39,6 +39,34 @@ def with_hidden_states(kwargs: Mapping[str, Any], layers: Sequence[int]) -> dict
     return {**kwargs, "return_dict": True, "output_hidden_states": all_of_them or layers}
 
 
+def check_count(kind: str, token: int, tokens: torch.Tensor, features: int) -> None:
+    """`ValueError` unless there are as many placeholder `tokens` of a kind of input ("image", "video") as features."""
+    torch_compilable_check(
+        tokens == features,
+        lambda: (
+            f"{kind.capitalize()} features and {kind} tokens do not match, tokens: {tokens}, features: {features}; "
+            f"input_ids must have the {kind} token {token} once for each feature of each {kind}"
+        ),
+    )
+
+
+class TokenTypesOfPrompt:
+    """A mixin of heads whose masks depend on the types of the prompt's tokens. token_types: the argument's name."""
+
+    token_types: ClassVar[str] = "token_type_ids"
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The types are of the prompt, which without a cache every step reads again."""
+        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        inputs: dict[str, Any] = prepare(
+            input_ids, use_cache=use_cache, is_first_iteration=is_first_iteration, **kwargs
+        )
+        inputs[self.token_types] = kwargs.get(self.token_types) if is_first_iteration or not use_cache else None
+        return inputs
+
+
 class ImageTextModel(ArgumentsInOrder):
     """The decoder over embeddings in which the features of the images stand in place of the image tokens.
 
@@ -93,14 +121,7 @@ class ImageTextModel(ArgumentsInOrder):
         """
         image_token = self.config.image_token_id
         is_image = is_token(image_token, input_ids, inputs_embeds, self.get_input_embeddings())
-        count, features = is_image.sum(), image_features.shape[:-1].numel()
-        torch_compilable_check(
-            count == features,
-            lambda: (
-                f"Image features and image tokens do not match, tokens: {count}, features: {features}; input_ids must "
-                f"have the image token {image_token} once for each feature of each image"
-            ),
-        )
+        check_count("image", image_token, is_image.sum(), image_features.shape[:-1].numel())
         return is_image[..., None].to(inputs_embeds.device)
 
     def put_images(

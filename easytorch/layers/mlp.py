@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,11 +23,21 @@ class GatedMLP(FusedProjections):
 
     fused = ("gate_proj", "up_proj")
 
-    def __init__(self, hidden_size: int, intermediate_size: int, act: str | nn.Module, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str | nn.Module,
+        *,
+        bias: bool = False,
+        layer: Callable[[int, int], nn.Module] | None = None,
+    ) -> None:
+        """layer: makes a projection of its sizes, in and out; an `nn.Linear` with `bias` unless given."""
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        make = layer or partial(nn.Linear, bias=bias)
+        self.gate_proj: Any = make(hidden_size, intermediate_size)
+        self.up_proj: Any = make(hidden_size, intermediate_size)
+        self.down_proj: Any = make(intermediate_size, hidden_size)
         self.act_fn = activation(act)
         self.lay_projections()
 

@@ -97,9 +97,14 @@ def _row(
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """`RotaryEmbedding` of position_ids (B, T), (3, B, T) or, with text positions first, (4, B, T)."""
+    """`RotaryEmbedding` of position_ids (B, T), (3, B, T) or, with text positions first, (4, B, T).
+
+    (1, B, T): the same in all three, as `generate` has them of tokens after a cache.
+    """
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if position_ids.dim() == 3 and position_ids.shape[0] == 1:
+            position_ids = position_ids[0]
         return super().forward(x, position_ids[1:] if has_text(position_ids) else position_ids)
 
 

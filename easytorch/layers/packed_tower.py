@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from easytorch.layers.attention import interface_of
@@ -20,7 +19,7 @@ from easytorch.layers.encoder import check_heads
 from easytorch.layers.linear import linear, watched
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import pair
-from easytorch.layers.rotary import RotaryTables, rotary
+from easytorch.layers.rotary import AxialRotaryTables, rotary
 
 Segments = list[tuple[int, int]]  # runs of segments of equal length: (number of segments, patches of each)
 
@@ -54,32 +53,12 @@ class PackedPatches(nn.Module):
         return F.linear(patches.to(weight.dtype), weight.flatten(1), layer.bias)
 
 
-class AxialRotaryEmbedding(RotaryTables):
+class VisionRotaryEmbedding(AxialRotaryTables):
     """cos and sin of rows and columns, each of which rotates half of a head."""
 
-    inv_freq: torch.Tensor
-    original_inv_freq: torch.Tensor
-
     def __init__(self, config: Any, hidden_size: int) -> None:
-        super().__init__(config)
         check_heads(hidden_size, config.num_heads)
-        self.head_dim = hidden_size // config.num_heads
-        # older versions of transformers have one base for every tower, and none in the config
-        self.rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {"rope_type": "axial"}
-        kind = self.rope["rope_type"]
-        if kind != "axial":
-            raise ValueError(f"{config.model_type}: config.rope_parameters has rope type {kind!r}; a tower has 'axial'")
-        self.register_buffer("inv_freq", self._inverse(), persistent=False)
-        self.register_buffer("original_inv_freq", self._inverse(), persistent=False)
-
-    def _inverse(self) -> torch.Tensor:
-        half = self.head_dim // 2
-        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
-        return 1.0 / self.rope.get("rope_theta", 10000.0) ** exponents
-
-    def init_buffers(self) -> None:
-        for buffer in (self.inv_freq, self.original_inv_freq):
-            initialization.copy_(buffer, self._inverse())
+        super().__init__(config, hidden_size // config.num_heads)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,33 @@ class RotaryTables(nn.Module):
         raise NotImplementedError
 
 
+class AxialRotaryTables(RotaryTables):
+    """The frequencies of the columns and rows of an image, each of which rotates half of a head of `head_dim`."""
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+        super().__init__(config)
+        self.head_dim = head_dim
+        # older versions of transformers have one base for every tower, and none in the config
+        self.rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {"rope_type": "axial"}
+        kind = self.rope["rope_type"]
+        if kind != "axial":
+            raise ValueError(f"{config.model_type}: config.rope_parameters has rope type {kind!r}; a tower has 'axial'")
+        self.register_buffer("inv_freq", self._inverse(), persistent=False)
+        self.register_buffer("original_inv_freq", self._inverse(), persistent=False)
+
+    def _inverse(self) -> torch.Tensor:
+        half = self.head_dim // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+        return 1.0 / self.rope.get("rope_theta", 10000.0) ** exponents
+
+    def init_buffers(self) -> None:
+        for buffer in (self.inv_freq, self.original_inv_freq):
+            initialization.copy_(buffer, self._inverse())
+
+
 class RotaryEmbedding(RotaryTables):
     """cos and sin of every position, for each rope type of transformers (linear, dynamic, yarn, longrope, llama3, ...).
 

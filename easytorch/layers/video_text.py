@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.utils import torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
-from easytorch.layers.image_text import ImageTextHead, is_token
+from easytorch.layers.image_text import ImageTextHead, check_count, is_token
 from easytorch.layers.multimodal_positions import IMAGE, VIDEO, Grid, token_positions, vision_positions
 from easytorch.layers.packed_tower import check_grids
 
@@ -106,7 +105,7 @@ class VideoTextModel(ArgumentsInOrder):
             token = getattr(self.config, f"{kind}_token_id")
             found = is_token(token, input_ids, inputs_embeds, self.get_input_embeddings())
             if features is not None:
-                _check_count(kind, token, found.sum(), features.shape[0])
+                check_count(kind, token, found.sum(), features.shape[0])
             masks.append(found[..., None].to(inputs_embeds.device))
         return masks[0], masks[1]
 
@@ -266,16 +265,6 @@ class VideoTextModel(ArgumentsInOrder):
             **self.decoder_arguments(found),
             **kwargs | {"return_dict": True},
         )
-
-
-def _check_count(kind: str, token: int, tokens: torch.Tensor, features: int) -> None:
-    torch_compilable_check(
-        tokens == features,
-        lambda: (
-            f"{kind.capitalize()} features and {kind} tokens do not match, tokens: {tokens}, features: {features}; "
-            f"input_ids must have the {kind} token {token} once for each feature of each {kind}"
-        ),
-    )
 
 
 class VideoTextHead(ImageTextHead):

@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.heads import SequenceClassificationHead
-from easytorch.layers.image_text import ImageTextHead, ImageTextModel
+from easytorch.layers.image_text import ImageTextHead, ImageTextModel, TokenTypesOfPrompt
 from easytorch.layers.masks import Masks, masks_by_layer_type
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.protocol.native import NativeImageText
@@ -118,22 +118,11 @@ class Gemma3Model(ImageTextModel, Gemma3PreTrainedModel):
         return masks_with_images(text, inputs_embeds, attention_mask, past_key_values, position_ids, token_type_ids)
 
 
-class Gemma3ForConditionalGeneration(ImageTextHead, Gemma3PreTrainedModel, GenerationMixin):
+class Gemma3ForConditionalGeneration(ImageTextHead, TokenTypesOfPrompt, Gemma3PreTrainedModel, GenerationMixin):
     backbone_class = Gemma3Model
     output_class = Gemma3CausalLMOutputWithPast
     backbone_arguments = ("pixel_values", "token_type_ids", "mm_encoder_outputs")
     arguments = (*_INPUTS, "use_cache", "logits_to_keep", "mm_encoder_outputs")
-
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
-    ) -> dict[str, Any]:
-        """token_type_ids are of the prompt, which without a cache every step reads again."""
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        inputs: dict[str, Any] = prepare(
-            input_ids, use_cache=use_cache, is_first_iteration=is_first_iteration, **kwargs
-        )
-        inputs["token_type_ids"] = kwargs.get("token_type_ids") if is_first_iteration or not use_cache else None
-        return inputs
 
     @staticmethod
     def create_masks_for_generate(

@@ -22,10 +22,10 @@ from easytorch.layers.decoder import DecoderLayer
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.packed_tower import (
-    AxialRotaryEmbedding,
     PackedAttention,
     PackedBlock,
     PackedPatches,
+    VisionRotaryEmbedding,
     segments_of,
 )
 from easytorch.layers.patches import pair
@@ -80,7 +80,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         width = config.hidden_size
         self.spatial_merge_size = config.spatial_merge_size
         self.patch_embed = PackedPatches(config, width)
-        self.rotary_pos_emb = AxialRotaryEmbedding(config, width)
+        self.rotary_pos_emb = VisionRotaryEmbedding(config, width)
         self.blocks = nn.ModuleList(Qwen2_5_VLVisionBlock(config) for _ in range(config.depth))
         self.merger = Qwen2_5_VLPatchMerger(config.out_hidden_size, width, config.spatial_merge_size)
         self.gradient_checkpointing = False

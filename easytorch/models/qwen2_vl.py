@@ -19,10 +19,10 @@ from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.packed_tower import (
-    AxialRotaryEmbedding,
     PackedAttention,
     PackedBlock,
     PackedPatches,
+    VisionRotaryEmbedding,
     segments_of,
 )
 from easytorch.layers.video_text import (
@@ -90,7 +90,7 @@ class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
         width = config.embed_dim
         self.spatial_merge_size = config.spatial_merge_size
         self.patch_embed = PackedPatches(config, width)
-        self.rotary_pos_emb = AxialRotaryEmbedding(config, width)
+        self.rotary_pos_emb = VisionRotaryEmbedding(config, width)
         self.blocks = nn.ModuleList(Qwen2VLVisionBlock(config) for _ in range(config.depth))
         self.merger = PatchMerger(config.hidden_size, width, config.spatial_merge_size)
         self.gradient_checkpointing = False

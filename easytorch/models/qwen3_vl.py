@@ -24,10 +24,10 @@ from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.packed_tower import (
-    AxialRotaryEmbedding,
     PackedAttention,
     PackedBlock,
     PackedPatches,
+    VisionRotaryEmbedding,
     segments_of,
 )
 from easytorch.layers.video_text import (
@@ -144,7 +144,7 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         self.patch_embed = PackedPatches(config, width, bias=True)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, width)
         self.num_grid_per_side = int(config.num_position_embeddings**0.5)
-        self.rotary_pos_emb = AxialRotaryEmbedding(config, width)
+        self.rotary_pos_emb = VisionRotaryEmbedding(config, width)
         self.blocks = nn.ModuleList(self.block_class(config) for _ in range(config.depth))
         self.merger = Qwen3VLVisionPatchMerger(config)
         self.deepstack_visual_indexes = getattr(config, "deepstack_visual_indexes", None)

@@ -12,7 +12,9 @@ import transformers
 from tests.models.families import FAMILIES
 
 
-def pair(name: str, config, reference: str = "sdpa", **kwargs) -> tuple[torch.nn.Module, torch.nn.Module]:
+def pair(
+    name: str, config, reference: str | dict[str, str] = "sdpa", **kwargs
+) -> tuple[torch.nn.Module, torch.nn.Module]:
     """(ours, transformers' with `reference` attention), same weights, perturbed so that none is 0 or 1."""
     family = importlib.import_module(f"easytorch.models.{config.model_type.replace('-', '_')}")
     torch.manual_seed(0)

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table. reference: the attention of transformers' class with which outputs are compared.
+    """A row of the table. reference: the attention of transformers' class with which outputs are compared, or
+    that of each of its parts.
 
     dropouts: the rates of dropout outside of the attention, which draws by itself. packs: whether positions that start
     again keep packed sequences apart in transformers' class too. cache: the argument that the cache is passed as.
@@ -20,7 +21,7 @@ class Family:
     config_class: type[PreTrainedConfig]
     heads: tuple[str, ...]
     sizes: dict[str, Any]
-    reference: str = "sdpa"
+    reference: str | dict[str, str] = "sdpa"
     variants: tuple[dict[str, Any], ...] = field(default=())
     dropouts: tuple[str, ...] = ()
     packs: bool = True

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     Gemma3Config,
+    Gemma4Config,
     Llama4Config,
     LlavaConfig,
     Mistral3Config,
@@ -76,6 +77,42 @@ _GEMMA = _TEXT | {
     "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": False,
 }
+# 2 x 2 patches of 2 x 2 pixels are a token; a token of sound attends to 2 before it and 2 after.
+GEMMA4_VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 2,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 20,
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "attention_chunk_size": 3,
+    "attention_context_left": 4,
+    "attention_context_right": 3,
+    "output_proj_dims": 20,
+}
+_GEMMA4 = _TEXT | {
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 97,
+    "num_kv_shared_layers": 1,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "per_layer_config": {1: {"head_dim": 12}, 2: {"head_dim": 12}},
+    "use_bidirectional_attention": "vision",
+    "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": False,
+}
+_GEMMA4_ALONE = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 # Patches of 2 x 2 pixels in 2 frames; a square of 2 x 2 of them is a token.
 _PATCHES = {"depth": 3, "num_heads": 2, "in_channels": 3, "patch_size": 2, "temporal_patch_size": 2}
 _PATCHES |= {"spatial_merge_size": 2}
@@ -131,6 +168,26 @@ IMAGE_TEXT_FAMILIES = {
             {"text_config": _GEMMA | {"sliding_window": 12}, "tie_word_embeddings": True},
             {"vision_config": _SIGLIP | {"patch_size": 2}},  # 6 x 6 patches, means of 2 x 2
             {"text_config": _GEMMA | {"use_bidirectional_attention": True, "attention_bias": True}},
+        ),
+    ),
+    "gemma4": Family(
+        Gemma4Config,
+        ("Gemma4Model", "Gemma4ForConditionalGeneration"),
+        {
+            "vision_config": GEMMA4_VISION,
+            "text_config": _GEMMA4,
+            "audio_config": GEMMA4_AUDIO,
+            "image_token_id": IMAGE_TOKEN,
+            "video_token_id": VIDEO_TOKEN,
+            "audio_token_id": 94,
+            "tie_word_embeddings": False,
+        },
+        reference={"text_config": "sdpa", "vision_config": "sdpa", "audio_config": "eager"},
+        attentions=3,
+        variants=(
+            {"text_config": _GEMMA4 | {"use_bidirectional_attention": None}, "tie_word_embeddings": True},
+            {"vision_config": GEMMA4_VISION | {"use_clipped_linears": True, "standardize": True}},
+            {"text_config": _GEMMA4 | _GEMMA4_ALONE | {"use_bidirectional_attention": "all"}, "audio_config": None},
         ),
     ),
     "llama4": Family(
@@ -239,7 +296,7 @@ def image_text_inputs(head: str) -> dict[str, Any] | None:
     given |= images(_HEADS[head])
     if _HEADS[head] == "gemma3":
         given["token_type_ids"] = (ids == IMAGE_TOKEN).long()
-    if _HEADS[head] in OF_GRIDS:
+    if _HEADS[head] in (*OF_GRIDS, "gemma4"):
         given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     return given
 
@@ -247,11 +304,22 @@ def image_text_inputs(head: str) -> dict[str, Any] | None:
 def images(family: str, count: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
     """Images of 9 tokens each, as the family takes them."""
     generator = torch.Generator().manual_seed(seed)
+    if family == "gemma4":
+        return gemma4_images(count, seed)
     if family not in OF_GRIDS:
         given = {"pixel_values": torch.randn(count, 3, 12, 12, generator=generator)}
         return given | ({"image_sizes": torch.tensor([[12, 12]] * count)} if family == "mistral3" else {})
     grids = torch.tensor([[1, 6, 6], [1, 2, 18]])[torch.arange(count) % 2]
     return {"pixel_values": torch.randn(36 * count, 24, generator=generator), "image_grid_thw": grids}
+
+
+def gemma4_images(count: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Gemma 4's images: 6 x 6 patches, then 2 x 18, each with 8 of padding."""
+    grids = [(6, 6), (2, 18)] * count
+    places = torch.stack([torch.cartesian_prod(*map(torch.arange, grid)).flip(1) for grid in grids[:count]])
+    places = torch.nn.functional.pad(places, (0, 0, 0, 8), value=-1)
+    pixels = torch.rand(count, 44, 12, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": pixels, "image_position_ids": places}
 
 
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:

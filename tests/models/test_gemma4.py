@@ -1,4 +1,4 @@
-"""What Gemma 4 alone has: a second embedding of each token, and layers that read the keys of earlier ones."""
+"""What Gemma 4 alone has: a second embedding of each token, layers that read keys of earlier ones, videos and sound."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import re
 import pytest
 import torch
 
+from easytorch.models import gemma4, gemma4_vision
 from easytorch.models.gemma4_text import Gemma4ForCausalLM, Gemma4TextDecoderLayer
 from tests.models.families import FAMILIES
+from tests.models.image_text_families import GEMMA4_VISION, IMAGE_TOKEN, VIDEO_TOKEN, gemma4_images, image_text_inputs
 from tests.models.test_decoders import IDS
+from tests.models.test_parity import assert_same
+from tests.models.tower_families import sound
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 ROW = FAMILIES["gemma4_text"]
@@ -109,3 +113,96 @@ def test_a_reentrant_checkpoint_would_lose_gradients_of_shared_keys(both) -> Non
 def test_configs_that_cannot_be_carried(changes, words) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         Gemma4ForCausalLM(ROW.config(**changes))
+
+
+def everything() -> dict[str, torch.Tensor]:
+    """A row of an image, two videos of two frames and one, and sound; a frame and 4 of its 6 tokens are padding."""
+    frames, said = gemma4_images(3, seed=2), torch.arange(37) < torch.tensor([[37]])
+    parts = [[5], [IMAGE_TOKEN] * 9, [7], [VIDEO_TOKEN] * 18, [8], [VIDEO_TOKEN] * 9, [9], [94] * 10, [4, 3]]
+    ids = torch.tensor([[token for part in parts for token in part]])
+    return gemma4_images(1) | {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int(),
+        "pixel_values_videos": frames["pixel_values"],
+        "video_position_ids": frames["image_position_ids"],
+        "num_frames_per_video": torch.tensor([2, 1]),
+        "input_features": sound(8, 37).transpose(1, 2)[:1],
+        "input_features_mask": said,
+    }
+
+
+@pytest.fixture
+def whole(make_pair):
+    row = FAMILIES["gemma4"]
+    return make_pair("Gemma4ForConditionalGeneration", row.config(), row.reference)
+
+
+@torch.no_grad()
+def test_images_videos_and_sound_in_one_prompt(whole) -> None:
+    ours, theirs = whole
+    inputs = everything()
+    assert_same(ours(**inputs), theirs(**inputs))
+    assert [len(one) for one in ours.model.get_video_features(*_of_videos(inputs)).pooler_output] == [18, 9]
+    for name in ("pixel_values_videos", "input_features"):
+        other = ours(**inputs | {name: inputs[name].flip(-1)}).logits
+        assert not torch.allclose(other[:, -1], ours(**inputs).logits[:, -1])
+    tokens = [
+        model.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=[94, 95, 96]) for model in whole
+    ]
+    assert torch.equal(*tokens)
+
+
+def _of_videos(inputs):
+    return [inputs[name] for name in ("pixel_values_videos", "video_position_ids", "num_frames_per_video")]
+
+
+@torch.no_grad()
+def test_what_is_padded_does_not_reach_the_tokens(whole) -> None:
+    """Patches without a place, and sound that the mask leaves out."""
+    ours, _ = whole
+    inputs = image_text_inputs("Gemma4Model")
+    pixels = inputs["pixel_values"].clone()
+    pixels[:, 36:] = 0.9
+    torch.testing.assert_close(ours(**inputs | {"pixel_values": pixels}).logits, ours(**inputs).logits, **TOLERANCE)
+    tower, said = ours.model.audio_tower, sound(8, 37).transpose(1, 2)
+    mask = torch.arange(37) < torch.tensor([[37], [20]])
+    rows = tower(said, mask)
+    other = tower(torch.where(mask[..., None], said, 3.0), mask)
+    kept = rows.attention_mask
+    assert kept.sum(1).tolist() == [10, 5]
+    torch.testing.assert_close(other.last_hidden_state[kept], rows.last_hidden_state[kept], **TOLERANCE)
+    assert not torch.allclose(tower(said).last_hidden_state[1, :5], rows.last_hidden_state[1, :5])
+
+
+def test_inputs_that_do_not_fit(whole) -> None:
+    ours, _ = whole
+    given = everything()
+    for changes, words in (
+        ({"num_frames_per_video": None}, "pass num_frames_per_video"),
+        ({"num_frames_per_video": torch.tensor([2, 2])}, "num_frames_per_video=[2, 2] is 4 in all"),
+        ({"image_position_ids": None}, "images need pixel_position_ids"),
+        ({"image_position_ids": given["image_position_ids"][:, 1:]}, "(1, 43, 2) must be (1, 44, 2)"),
+        ({"image_position_ids": given["image_position_ids"] + 15}, "image_position_ids reach 20"),
+        ({"pixel_values": given["pixel_values"][:, 1:]}, "a multiple of config.pooling_kernel_size**2=4"),
+        ({"input_features": given["input_features"][..., 1:3]}, "(1, 37, 2) must be (recordings, frames, mels)"),
+        ({"input_ids": given["input_ids"].masked_fill(given["input_ids"] == 94, 5)}, "tokens: 0, features: 10"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            ours(**given | changes)
+    text = gemma4.Gemma4Model(FAMILIES["gemma4"].config(vision_config=None, audio_config=None))
+    for name, value in (("pixel_values", "images"), ("input_features", "sound")):
+        with pytest.raises(ValueError, match=f"it takes no {value}"):
+            text(
+                **given | dict.fromkeys(("pixel_values", "pixel_values_videos", "input_features")) | {name: given[name]}
+            )
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"pooling_kernel_size": 1}, "config.pooling_kernel_size=1 must be 2 or more"),
+    ({"head_dim": 6}, "config.head_dim=6 must be a multiple of 4"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope type 'linear'"),
+])  # fmt: skip
+def test_towers_that_cannot_be_carried(changes, words) -> None:
+    config = FAMILIES["gemma4_vision"].config(**GEMMA4_VISION | changes)
+    with pytest.raises(ValueError, match=words):
+        gemma4_vision.Gemma4VisionModel(config)

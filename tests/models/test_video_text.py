@@ -97,6 +97,22 @@ def test_the_first_tokens_after_a_prompt_are_placed_behind_its_images(family, ma
         assert_same(ours(plain), theirs(plain))
 
 
+def test_generation_goes_on_from_a_cache(family, make_pair) -> None:
+    """One token and then more, from the cache it left, are the tokens of one call."""
+    given, settings = image_text_inputs(LANGUAGE[family]), {"do_sample": False, "min_new_tokens": 1}
+    settings |= {"return_dict_in_generate": True, "suppress_tokens": [IMAGE_TOKEN, VIDEO_TOKEN]}
+    tokens = []
+    for model in models(make_pair, family):
+        whole = model.generate(**given, **settings | {"min_new_tokens": 5}, max_new_tokens=5).sequences
+        first = model.generate(**given, **settings, max_new_tokens=1)
+        mask = torch.nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+        more = {"attention_mask": mask, "past_key_values": first.past_key_values, "max_new_tokens": 4}
+        rest = model.generate(first.sequences, **settings | {"min_new_tokens": 4}, **more).sequences
+        assert torch.equal(rest, whole)
+        tokens.append(whole)
+    assert torch.equal(*tokens)
+
+
 def test_positions_are_those_of_transformers(family, make_pair) -> None:
     ours, theirs = (model.model for model in models(make_pair, family))
     inputs = images_and_videos(family)

@@ -8,7 +8,13 @@ import torch
 import transformers
 
 from tests.models.family import Family
-from tests.models.image_text_families import image_text_inputs, image_text_labels
+from tests.models.image_text_families import (
+    GEMMA4_AUDIO,
+    GEMMA4_VISION,
+    gemma4_images,
+    image_text_inputs,
+    image_text_labels,
+)
 
 _TOWER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 _IMAGE = {"image_size": 12, "patch_size": 4, "num_channels": 3}
@@ -35,8 +41,10 @@ def _tower(
     sizes: dict[str, Any],
     variants: tuple[dict[str, Any], ...] = (),
     dropouts: tuple[str, ...] = (),
+    reference: str = "sdpa",
 ) -> Family:
-    return Family(getattr(transformers, f"{config}Config"), heads, sizes, variants=variants, dropouts=dropouts)
+    kind = getattr(transformers, f"{config}Config")
+    return Family(kind, heads, sizes, reference, variants=variants, dropouts=dropouts)
 
 
 TOWER_FAMILIES = {
@@ -143,6 +151,28 @@ TOWER_FAMILIES = {
         variants=({"num_labels": 0},),
     ),
 }
+TOWER_FAMILIES |= {
+    "gemma4_vision": _tower(
+        "Gemma4Vision",
+        "Gemma4VisionModel",
+        sizes=GEMMA4_VISION,
+        dropouts=("attention_dropout",),
+        variants=(
+            {"use_clipped_linears": True, "standardize": True, "hidden_activation": "silu"},
+            {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}, "num_key_value_heads": 4},
+        ),
+    ),
+    "gemma4_audio": _tower(
+        "Gemma4Audio",
+        "Gemma4AudioModel",
+        sizes=GEMMA4_AUDIO,
+        reference="eager",
+        variants=(
+            {"use_clipped_linears": False, "attention_context_right": 0, "attention_chunk_size": 5},
+            {"gradient_clipping": 0.7, "residual_weight": 0.3, "conv_kernel_size": 2, "attention_logit_cap": 2.0},
+        ),
+    ),
+}
 # An encoder of sound, whose decoder's caches and tokens test_whisper.py has.
 TOWER_FAMILIES["whisper"] = _tower(
     "Whisper",
@@ -205,6 +235,14 @@ def tower_inputs(head: str) -> dict[str, torch.Tensor] | None:
         return given
     if head not in _HEADS:
         return None
+    if head == "Gemma4VisionModel":
+        images = gemma4_images()
+        return {"pixel_values": images["pixel_values"], "pixel_position_ids": images["image_position_ids"]}
+    if head == "Gemma4AudioModel":
+        return {
+            "input_features": sound(8, 37).transpose(1, 2),
+            "attention_mask": torch.arange(37) < torch.tensor([[37], [20]]),
+        }
     if head.startswith("Whisper"):
         said = {"input_ids" if head == "WhisperForCausalLM" else "decoder_input_ids": SAID}
         if head == "WhisperForCausalLM":
