@@ -125,6 +125,8 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
         vision |= {"model_type": "siglip_vision_model", "vision_use_head": False}
         decoder = _decoder(rng, "gemma3_text", text) | {"model_type": "gemma3_text"}
         return changes | {"vision_config": vision, "text_config": decoder, "mm_tokens_per_image": side**2}
+    if family == "gemma4":
+        return _of_gemma4(rng, text)
     if family == "llama4":
         ratio, width = rng.choice((0.5, 1.0)), rng.choice((8, 20))
         vision |= {"image_size": 4 * side * int(1 / ratio), "pixel_shuffle_ratio": ratio, "vision_output_dim": width}
@@ -152,6 +154,20 @@ def _of_images(rng: random.Random, family: str, text: DrawText) -> dict[str, Any
 
 _DECODERS_OF_GRIDS = {"qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
 _DECODERS_OF_GRIDS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def _of_gemma4(rng: random.Random, text: DrawText) -> dict[str, Any]:
+    vision = _tower(rng) | {"head_dim": rng.choice((4, 8, 12)), "patch_size": 2, "position_embedding_size": 20}
+    heads = vision["num_attention_heads"]
+    vision["num_key_value_heads"] = rng.choice([count for count in range(1, heads + 1) if heads % count == 0])
+    vision |= {name: rng.random() < 0.5 for name in ("use_clipped_linears", "standardize")}
+    vision["pooling_kernel_size"] = rng.choice((2, 3))
+    decoder = _decoder(rng, "gemma4_text", text) | {"model_type": "gemma4_text"}
+    types, shared = decoder["layer_types"], decoder["num_kv_shared_layers"]
+    if set(types[: len(types) - shared]) != set(types):  # which the decoder alone is drawn with
+        decoder["num_kv_shared_layers"] = 0
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO, "tie_word_embeddings": rng.random() < 0.5}
+    return tokens | {"vision_config": vision, "text_config": decoder, "audio_token_id": VOCABULARY + 1}
 
 
 def _of_grids(rng: random.Random, family: str, text: DrawText) -> dict[str, Any]:
@@ -225,7 +241,7 @@ def draw_inputs(rng: random.Random, family: str, head: str, config: Any) -> dict
 
 
 def _images(rng: random.Random, family: str, head: str, config: Any, generator: torch.Generator) -> dict[str, Any]:
-    kinds = ("image", "video") if family in OF_GRIDS else ("image",)
+    kinds = ("image", "video") if family in (*OF_GRIDS, "gemma4") else ("image",)
     grids: dict[str, list[list[int]]] = {kind: [] for kind in kinds}
     rows = []
     for _ in range(rng.randint(1, 3)):
@@ -243,6 +259,9 @@ def _images(rng: random.Random, family: str, head: str, config: Any, generator: 
     for kind, found in grids.items():
         if not found:
             continue
+        if family == "gemma4":
+            inputs |= _patches(kind, found, config, generator)
+            continue
         if family not in OF_GRIDS:
             shape = (len(found), vision.num_channels, vision.image_size, vision.image_size)
             inputs["pixel_values"] = torch.randn(shape, generator=generator)
@@ -254,7 +273,7 @@ def _images(rng: random.Random, family: str, head: str, config: Any, generator: 
         name = "pixel_values" if kind == "image" else "pixel_values_videos"
         inputs[name] = torch.randn(int(grid.prod(-1).sum()), size, generator=generator)
         inputs[f"{kind}_grid_thw"] = grid
-    if family in OF_GRIDS:
+    if family in (*OF_GRIDS, "gemma4"):
         inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
     elif family == "gemma3" and rng.random() < 0.8:
         inputs["token_type_ids"] = (ids == IMAGE).long()
@@ -266,17 +285,31 @@ def _images(rng: random.Random, family: str, head: str, config: Any, generator: 
     return inputs
 
 
+def _patches(kind: str, found: list[list[int]], config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """Gemma 4's frames, padded to one number of patches. found: the frames, rows and columns of each image or video."""
+    frames = [grid[1:] for grid in found for _ in range(grid[0])]
+    places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1) for rows, columns in frames]
+    longest = max(len(one) for one in places) + config.vision_config.pooling_kernel_size**2
+    padded = [torch.nn.functional.pad(one, (0, 0, 0, longest - len(one)), value=-1) for one in places]
+    size = 3 * config.vision_config.patch_size**2
+    name = "pixel_values" if kind == "image" else "pixel_values_videos"
+    inputs = {name: torch.rand(len(frames), longest, size, generator=generator)}
+    inputs[f"{kind}_position_ids"] = torch.stack(padded)
+    return inputs if kind == "image" else inputs | {"num_frames_per_video": torch.tensor([grid[0] for grid in found])}
+
+
 def _seen(rng: random.Random, family: str, config: Any, kind: str) -> tuple[list[int], list[int]]:
     """The tokens of an image or video, and its grid."""
     if family == "gemma3":
         return [IMAGE] * config.mm_tokens_per_image, []
-    if family not in OF_GRIDS:
+    if family not in (*OF_GRIDS, "gemma4"):
         vision = config.vision_config
         count = (vision.image_size // vision.patch_size) ** 2
         count = int(count * getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
         whole = vision.model_type == "clip_vision_model" and config.vision_feature_select_strategy == "full"
         return [IMAGE] * (count + whole), []
-    merge = config.vision_config.spatial_merge_size
+    sizes = config.vision_config
+    merge = sizes.pooling_kernel_size if family == "gemma4" else sizes.spatial_merge_size
     frames = rng.randint(1, 2) if kind == "video" else 1
     rows, columns = rng.randint(1, 4), rng.randint(1, 4)
     token = VIDEO if kind == "video" else IMAGE
