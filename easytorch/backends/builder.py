@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from easytorch.backends.composites import decompose, is_composite
 from easytorch.backends.dtypes import array_of, dtype_of
 from easytorch.backends.errors import BackendError, OpNotImplementedError
 from easytorch.backends.graph import Graph, Op
+from easytorch.backends.partitioning import Mesh, check_sharding
 from easytorch.backends.shapeinference import infer
 from easytorch.backends.shapes import Shape, shape_of
 from easytorch.backends.types import OpType
@@ -67,13 +68,60 @@ class Builder(
         """The shape of an operation's output; adds nothing."""
         return self._resolve(op, "op_shape").shape
 
-    def parameter(self, name: str, shape: Shape) -> Op:
-        """An input, fed in the order in which they are made."""
+    def distributed_auto_sharding(self, axes: Mapping[str, int]) -> None:
+        """Divides the computation over a mesh, whose axes are given by name with their sizes.
+
+        Operations are written for whole arrays. The program runs on the first devices of the backend at once, and its
+        inputs and outputs are the parts that the devices have: all of device 0, then of device 1, ...
+        `OpNotImplementedError` where the backend does not partition.
+        """
+        self._refuse_closed("DistributedAutoSharding")
+        mesh = Mesh.of(axes)
+        if not self.backend.partitions():
+            raise OpNotImplementedError(
+                f"DistributedAutoSharding: the backend {self.backend.name!r} does not partition; 'xla' does"
+            )
+        if self.graph.nodes or self._parent is not None or self.num_devices > 1:
+            raise BackendError("DistributedAutoSharding: choose the mesh of a new builder, made for one device")
+        if mesh.size > self.backend.num_devices():
+            raise BackendError(
+                f"DistributedAutoSharding: the mesh has {mesh.size} devices, and the backend "
+                f"{self.backend.num_devices()}; for CPUs set XLA_FLAGS=--xla_force_host_platform_device_count="
+                f"{mesh.size} before jax starts"
+            )
+        self.graph.mesh = mesh
+
+    def parameter(self, name: str, shape: Shape, sharding: Any = None) -> Op:
+        """An input, fed in the order in which they are made.
+
+        sharding: of a partitioned computation, mesh axes by dimension; None is replicated.
+        """
         self._refuse_closed("Parameter")
         name, shape = text(name, "Parameter: the name"), shape_of(shape, "Parameter: the shape")
         if name in self._parameter_names:
             raise BackendError(f"Parameter: {self.name!r} has a parameter {name!r} already; choose another name")
+        if (mesh := self._mesh(sharding, "Parameter")) is not None:
+            self.graph.parameter_shardings.append(check_sharding(sharding, shape, mesh, f"Parameter {name!r}"))
         return self._parameter(name, shape)
+
+    def with_sharding(self, x: Op, sharding: Any) -> Op:
+        """x, divided over the mesh like this where it is computed."""
+        x = self._resolve(x, "with_sharding")
+        mesh = self._mesh(sharding, "with_sharding")
+        if mesh is None:
+            return self.identity(x)
+        checked = check_sharding(sharding, x.shape, mesh, "with_sharding")
+        return self._record(OpType.IDENTITY, (x,), {"sharding": checked}, (x.shape,))[0]
+
+    def barrier(self, *xs: Op) -> tuple[Op, ...]:
+        """`xs`, none of which is used before all are there, and which the compiler does not know to be what they were.
+
+        It keeps a recomputation from being merged with the first one. Backends that merge nothing return `xs`.
+        """
+        xs = tuple(self._resolve(x, "barrier") for x in xs)
+        if not self.backend.partitions() or not xs:
+            return xs
+        return self._record(OpType.IDENTITY, xs, {"barrier": True}, tuple(x.shape for x in xs))
 
     def constant(self, flat: Any, *dims: int | Sequence[int]) -> Op:
         """An array in the computation: the values `flat` under `dims`, by default the shape that numpy gives them.
@@ -88,16 +136,32 @@ class Builder(
         array.setflags(write=False)
         return self._record(OpType.CONSTANT, (), {"value": array}, (shape,))[0]
 
-    def compile(self, *outputs: Op) -> Executable:
-        """The program that computes `outputs`. The builder takes no further operations."""
+    def compile(self, *outputs: Op, shardings: Sequence[Any] | None = None) -> Executable:
+        """The program that computes `outputs`. The builder takes no further operations.
+
+        shardings: of a partitioned computation, one an output; without them all are replicated.
+        """
+        self.finish(*outputs, shardings=shardings)
+        return self.backend.compile_graph(self.graph, self.num_devices)
+
+    def finish(self, *outputs: Op, shardings: Sequence[Any] | None = None) -> Graph:
+        """The graph of `outputs`, not compiled. The builder takes no further operations."""
         self._refuse_closed("Compile")
         if self._parent is not None:
             raise BackendError("Compile: a closure is compiled with the computation around it")
         if not outputs:
             raise BackendError(f"Compile: {self.name!r} has no outputs; give at least one operation")
         self.graph.outputs = tuple(self._resolve(op, "Compile") for op in outputs)
+        if (mesh := self._mesh(shardings, "Compile")) is not None:
+            given = [None] * len(outputs) if shardings is None else list(shardings)
+            if len(given) != len(outputs):
+                raise BackendError(f"Compile: {len(given)} shardings for {len(outputs)} outputs")
+            self.graph.output_shardings = tuple(
+                check_sharding(one, op.shape, mesh, f"Compile: output {number}")
+                for number, (one, op) in enumerate(zip(given, self.graph.outputs, strict=True))
+            )
         self._closed = True
-        return self.backend.compile_graph(self.graph, self.num_devices)
+        return self.graph
 
     def _add_one(self, op_type: OpType, *operands: Any, **attributes: Any) -> Op:
         return self._add(op_type, *operands, **attributes)[0]
@@ -157,6 +221,12 @@ class Builder(
         if outer not in self.graph.captures:
             self.graph.captures[outer] = self._parameter(f"captured{len(self.graph.captures)}", outer.shape)
         return self.graph.captures[outer]
+
+    def _mesh(self, sharding: Any, what: str) -> Mesh | None:
+        mesh = self.graph.mesh
+        if mesh is None and sharding is not None:
+            raise BackendError(f"{what}: a sharding needs a mesh; call distributed_auto_sharding first")
+        return mesh
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

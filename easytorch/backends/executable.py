@@ -11,10 +11,22 @@ from easytorch.backends.arguments import sequence, truth
 from easytorch.backends.errors import BackendError
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Backend, Buffer, Executable
+from easytorch.backends.partitioning import shard_shape
 from easytorch.backends.shapes import Shape
 
 # Held while buffers are compared and taken: of several threads that donate one buffer, one gets it.
 TAKING = threading.RLock()
+
+
+def local_shapes(graph: Graph) -> tuple[list[Shape], list[Shape]]:
+    """The shapes of parameters and outputs on each device: of a partitioned graph those of its part."""
+    inputs, outputs = list(graph.parameter_shapes), list(graph.output_shapes)
+    if (mesh := graph.mesh) is None:
+        return inputs, outputs
+    return (
+        [shard_shape(one, how, mesh) for one, how in zip(inputs, graph.parameter_shardings, strict=True)],
+        [shard_shape(one, how, mesh) for one, how in zip(outputs, graph.output_shardings, strict=True)],
+    )
 
 
 class CheckedExecutable(Executable):
@@ -23,10 +35,9 @@ class CheckedExecutable(Executable):
     def __init__(self, backend: Backend, graph: Graph, num_devices: int = 1) -> None:
         self._backend = backend
         self._name = graph.name
-        self._num_devices = num_devices
+        self._num_devices = num_devices if graph.mesh is None else graph.mesh.size
         self._names = [op.node.attributes["name"] for op in graph.parameters]
-        self._input_shapes = list(graph.parameter_shapes)
-        self._output_shapes = list(graph.output_shapes)
+        self._input_shapes, self._output_shapes = local_shapes(graph)
         self._finalized = False
 
     def inputs(self) -> tuple[list[str], list[Shape]]:

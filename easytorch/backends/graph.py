@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from easytorch.backends.partitioning import Mesh, Sharding
 from easytorch.backends.shapes import Shape
 from easytorch.backends.types import OpType
 
@@ -43,7 +44,7 @@ class Graph:
     """A named computation. `parent` is the graph in which it is a closure, None for a whole computation.
 
     `captures` are values of the parent that the closure uses, with the parameter that stands for each, after those it
-    was given.
+    was given. With a `mesh` the computation is partitioned, and each parameter and output has a sharding.
     """
 
     name: str
@@ -52,6 +53,9 @@ class Graph:
     parameters: list[Op] = field(default_factory=list)
     outputs: tuple[Op, ...] = ()
     captures: dict[Op, Op] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    parameter_shardings: list[Sharding] = field(default_factory=list)
+    output_shardings: tuple[Sharding, ...] = ()
 
     def add(
         self, op_type: OpType, inputs: tuple[Op, ...], attributes: Mapping[str, Any], shapes: tuple[Shape, ...]

@@ -98,6 +98,10 @@ class Backend(DataInterface):
     def builder(self, name: str, num_devices: int = 1) -> Builder:
         """A new computation. num_devices: on how many it will run at once, each with its own inputs."""
 
+    def partitions(self) -> bool:
+        """Whether it divides a computation over a mesh of devices (`Builder.distributed_auto_sharding`)."""
+        return False
+
     @abstractmethod
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
         """Compiles a finished graph; called by `Builder.compile`."""

@@ -22,9 +22,9 @@ DATA = ("dp", "fsdp", "ep")  # axes whose ranks have data of their own
 
 
 def mesh_axis_sizes(mesh: Any) -> dict[str, int]:
-    """Axis name -> size of a torch `DeviceMesh` or a torch_xla `Mesh`; empty for None."""
-    if mesh is None:
-        return {}
+    """Axis name -> size of a torch `DeviceMesh`, a torch_xla `Mesh` or such a mapping; empty for None."""
+    if mesh is None or isinstance(mesh, Mapping):
+        return dict(mesh or {})
     if hasattr(mesh, "mesh_dim_names"):
         return dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
     return dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))

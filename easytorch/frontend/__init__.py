@@ -10,6 +10,8 @@ lower.py       the interpreter that walks a graph (an ExportedProgram's, AOTAuto
 program.py     `Program`: a graph on a backend, compiled once for each set of sizes
 weights.py     parameters and buffers on the device, kept between calls
 module.py      `compile`: a program called as the module is; mutated buffers donated, pytrees in and out
+train_step.py  forward, backward and the optimizer as one program, over a mesh of devices too (step_*.py,
+               optimizer_rules.py, partition_ops.py)
 dynamo.py      `torch.compile(backend="easytorch")`: forward and backward are programs (graph_program.py)
 buckets.py     dynamic sizes rounded up to a few buckets, where the user declares padding safe
 routing.py     what runs on torch where XLA would be slower
@@ -37,6 +39,7 @@ from easytorch.frontend.lower import lower_graph
 from easytorch.frontend.module import CompiledModule, compile
 from easytorch.frontend.registry import lowering, lowerings
 from easytorch.frontend.torch_compile import register
+from easytorch.frontend.train_step import TrainStep, train_step
 
 register()
 
@@ -45,6 +48,7 @@ __all__ = [
     "CompiledModule",
     "Context",
     "LoweringError",
+    "TrainStep",
     "UnsupportedOpError",
     "bucketed",
     "capture",
@@ -52,4 +56,5 @@ __all__ = [
     "lower_graph",
     "lowering",
     "lowerings",
+    "train_step",
 ]

@@ -61,6 +61,10 @@ class XlaBackend(Backend):
         self._require_open()
         return Builder(self, name, device_count(num_devices, len(self.devices), self.name))
 
+    def partitions(self) -> bool:
+        """By PJRT; `xla:jit` runs on one device."""
+        return not self._jit
+
     def compile_graph(self, graph: Graph, num_devices: int) -> Executable:
         """The graph as StableHLO, compiled, or loaded from the cache."""
         self._require_open()

@@ -30,16 +30,16 @@ def folder() -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
-def compile_module(text: str, devices: Sequence[Any], folding: bool = True) -> Any:
+def compile_module(text: str, devices: Sequence[Any], folding: bool = True, partitioned: bool = False) -> Any:
     """The loaded program of the module, from the cache if it is there; else compiled and cached."""
     home = folder()
     if home is None:
-        return pjrt.compile_module(text, devices, folding)
+        return pjrt.compile_module(text, devices, folding, partitioned)
     path = home / f"{_key(text, devices, folding)}{_SUFFIX}"
-    found = _load(path, devices)
+    found = _load(path, devices, partitioned)
     if found is not None:
         return found
-    program = pjrt.compile_module(text, devices, folding)
+    program = pjrt.compile_module(text, devices, folding, partitioned)
     _store(path, pjrt.serialize(program, devices))
     return program
 
@@ -56,7 +56,7 @@ def _key(text: str, devices: Sequence[Any], folding: bool = True) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _load(path: Path, devices: Sequence[Any]) -> Any | None:
+def _load(path: Path, devices: Sequence[Any], partitioned: bool) -> Any | None:
     try:
         data = path.read_bytes()
         os.utime(path)
@@ -67,7 +67,7 @@ def _load(path: Path, devices: Sequence[Any]) -> Any | None:
     if hashlib.sha256(program).digest() != digest:
         return None
     try:
-        return pjrt.deserialize(program, devices)
+        return pjrt.deserialize(program, devices, partitioned)
     except pjrt.RuntimeErrors:
         return None
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from easytorch.backends.dtypes import DType
 from easytorch.backends.graph import Graph
+from easytorch.backends.partitioning import Sharding
 from easytorch.backends.shapes import Shape
 
 ELEMENT_TYPES: dict[DType, str] = {
@@ -76,6 +77,15 @@ def pairs(values: Sequence[Sequence[int]]) -> str:
         return f"dense<> : tensor<{rows}x{columns}xi64>"
     text = ", ".join("[" + ", ".join(map(str, row)) + "]" for row in values)
     return f"dense<[{text}]> : tensor<{rows}x{columns}xi64>"
+
+
+def sdy_sharding(sharding: Sharding) -> str:
+    """An attribute of Shardy's, over the module's one mesh: `#sdy.sharding<@mesh, [{"fsdp"}, {}]>`."""
+    entries = []
+    for entry in sharding:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        entries.append("{" + ", ".join(f'"{name}"' for name in names) + "}")
+    return f"#sdy.sharding<@mesh, [{', '.join(entries)}]>"
 
 
 class Emitter:

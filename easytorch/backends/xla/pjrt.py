@@ -6,6 +6,7 @@ The client is jax's own, so that arrays are jax arrays and its configuration (pl
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from easytorch.backends.errors import BackendError
+from easytorch.backends.partitioning import Mesh, Sharding
 
 if TYPE_CHECKING:
     import jax
@@ -48,14 +50,17 @@ def platform_version(device: Any) -> str:
     return f"{device.client.platform} {device.client.platform_version} {device.device_kind}"
 
 
-def _compile_options(device_ids: Sequence[int], folding: bool = True) -> Any:
+def _compile_options(device_ids: Sequence[int], folding: bool = True, partitioned: bool = False) -> Any:
+    """partitioned: the devices share one computation, instead of each having a replica of it."""
+    assignment = np.array(device_ids).reshape((1, -1) if partitioned else (-1, 1))
     options = xla_client.CompileOptions()
-    options.num_replicas = len(device_ids)
-    options.num_partitions = 1
+    options.num_replicas, options.num_partitions = assignment.shape
     options.env_option_overrides = _OPTIONS if folding else [*_OPTIONS, _NO_FOLDING]
     build = options.executable_build_options
-    build.num_replicas, build.num_partitions = len(device_ids), 1
-    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[number] for number in device_ids]))
+    build.num_replicas, build.num_partitions = assignment.shape
+    if partitioned:
+        build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    options.device_assignment = xla_client.DeviceAssignment.create(assignment)
     return options
 
 
@@ -64,16 +69,54 @@ def options_key(folding: bool = True) -> str:
     return repr(_OPTIONS if folding else [*_OPTIONS, _NO_FOLDING])
 
 
-def compile_module(text: str, targets: Sequence[Any], folding: bool = True) -> Any:
-    """The loaded program of a StableHLO module for the devices `targets`, one replica each.
+def compile_module(text: str, targets: Sequence[Any], folding: bool = True, partitioned: bool = False) -> Any:
+    """The loaded program of a StableHLO module for the devices `targets`: one replica each, or one computation divided
+    over them.
 
     folding: operations on constants may be computed while it compiles.
     """
-    options = _compile_options([device.id for device in targets], folding)
+    options = _compile_options([device.id for device in targets], folding, partitioned)
     try:
         return targets[0].client.compile_and_load(text, xla_client.DeviceList(tuple(targets)), options)
     except RuntimeErrors as error:
         raise BackendError(f"XLA does not compile the computation: {error}") from error
+
+
+def compile_only(text: str, targets: Sequence[Any], folding: bool = True, partitioned: bool = False) -> Any:
+    """`compile_module` for devices that may not be here (`tpu_devices`): the program cannot run then."""
+    options = _compile_options([device.id for device in targets], folding, partitioned)
+    client = targets[0].client
+    if not isinstance(client, _jax.CompileOnlyPyClient):
+        return compile_module(text, targets, folding, partitioned)
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    if targets[0].platform == "tpu":
+        options.env_option_overrides = []
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        try:
+            return client.compile(
+                module, executable_devices=xla_client.DeviceList(tuple(targets)), compile_options=options
+            )
+        except RuntimeErrors as error:
+            raise BackendError(f"the compiler of {targets[0].device_kind} refuses the computation: {error}") from error
+
+
+def tpu_devices(topology: str) -> list[Any]:
+    """The devices of a TPU topology, "v5e:2x2", as libtpu describes it, on any host.
+
+    The process is started with `easytorch.kernels.interop.tpu_compile.ENVIRONMENT` set, or libtpu looks for a TPU.
+    `BackendError` where libtpu is missing or does not know it.
+    """
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise BackendError("compiling for a TPU needs libtpu: pip install libtpu")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except RuntimeErrors as error:
+        raise BackendError(f"libtpu has no topology {topology!r}: {error}") from error
 
 
 def portable_artifact(text: str) -> bytes:
@@ -88,9 +131,9 @@ def serialize(executable: Any, targets: Sequence[Any]) -> bytes:
     return bytes(targets[0].client.serialize_executable(executable))
 
 
-def deserialize(data: bytes, targets: Sequence[Any]) -> Any:
+def deserialize(data: bytes, targets: Sequence[Any], partitioned: bool = False) -> Any:
     """Loads what `serialize` returned; one of `RuntimeErrors` for anything else."""
-    options = _compile_options([device.id for device in targets])
+    options = _compile_options([device.id for device in targets], partitioned=partitioned)
     return targets[0].client.deserialize_executable(data, xla_client.DeviceList(tuple(targets)), options)
 
 
@@ -155,18 +198,24 @@ def caller(executable: Any, outputs: Sequence[tuple[tuple[int, ...], np.dtype]],
     return call
 
 
-def call_replicated(executable: Any, arrays: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
+def call_on_all(
+    executable: Any, arrays: Sequence[Sequence[Any]], shapes: Sequence[tuple[int, ...]], shardings: Sequence[Any]
+) -> list[list[Any]]:
     """Runs on all devices: `arrays` and the results list for each argument the arrays of all devices.
 
-    mesh: `replica_mesh` of the devices. PJRT takes an argument as one array of several buffers; that the buffers differ
-    is not its concern.
+    shapes, shardings: of the arguments. PJRT takes an argument as one array of several buffers; that the buffers of a
+    replicated one differ is not its concern.
     """
-    arguments = [jax.make_array_from_single_device_arrays(shards[0].shape, mesh, list(shards)) for shards in arrays]
+    arguments = list(map(jax.make_array_from_single_device_arrays, shapes, shardings, map(list, arrays)))
     results: list[list[Any]] = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
     return results
 
 
-def replica_mesh(targets: Sequence[Any]) -> Any:
-    """The mesh that describes arguments present on all of `targets`."""
-    mesh = jax.sharding.Mesh(np.array(targets), ("replica",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+def mesh_sharding(targets: Sequence[Any], mesh: Mesh, sharding: Sharding) -> Any:
+    """How an array lies on the devices of a mesh."""
+    return jax.sharding.NamedSharding(_mesh(tuple(targets), mesh), jax.sharding.PartitionSpec(*sharding))
+
+
+@functools.cache
+def _mesh(targets: tuple[Any, ...], mesh: Mesh) -> Any:
+    return jax.sharding.Mesh(np.array(targets).reshape(mesh.sizes), mesh.names)

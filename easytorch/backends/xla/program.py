@@ -7,9 +7,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from easytorch.backends.errors import BackendError, OpNotImplementedError
-from easytorch.backends.executable import CheckedExecutable
+from easytorch.backends.executable import CheckedExecutable, local_shapes
 from easytorch.backends.graph import Graph
 from easytorch.backends.interface import Buffer
+from easytorch.backends.partitioning import Mesh
 from easytorch.backends.shapes import Shape
 from easytorch.backends.xla import cache, pjrt
 from easytorch.backends.xla.buffers import XlaBuffer, spec
@@ -28,10 +29,10 @@ class XlaExecutable(CheckedExecutable):
     def __init__(self, backend: XlaBackend, graph: Graph, num_devices: int) -> None:
         super().__init__(backend, graph, num_devices)
         self._graph: Graph | None = graph
-        self._devices = backend.devices[:num_devices]
-        self._mesh = pjrt.replica_mesh(self._devices) if num_devices > 1 else None
-        self._wanted = [spec(shape, device) for device in range(num_devices) for shape in self._input_shapes]
-        self._given = [spec(shape, device) for device in range(num_devices) for shape in self._output_shapes]
+        count = self._num_devices
+        self._devices = backend.devices[:count]
+        self._wanted = [spec(shape, device) for device in range(count) for shape in self._input_shapes]
+        self._given = [spec(shape, device) for device in range(count) for shape in self._output_shapes]
         # Keyed by the inputs whose memory outputs reuse. Arrays are given and returned device by device.
         self._callers: dict[frozenset[int], pjrt.Caller] = {}
         self._plain: pjrt.Caller | None = self._caller(frozenset())
@@ -96,16 +97,21 @@ class XlaExecutable(CheckedExecutable):
 
     def _compile(self, graph: Graph, aliases: Mapping[int, int]) -> pjrt.Caller:
         """aliases: donated input -> the output that reuses its memory."""
-        text = emit(graph, self._num_devices, aliases)
-        program = cache.compile_module(text, self._devices, not folds_large_values(graph))
-        mesh = self._mesh
-        if mesh is None:
+        mesh = graph.mesh
+        text = emit(graph, self._num_devices if mesh is None else 1, aliases)
+        program = cache.compile_module(text, self._devices, not folds_large_values(graph), mesh is not None)
+        if self._num_devices == 1:
             outputs = [(shape.dimensions, shape.dtype.numpy) for shape in graph.output_shapes]
             return pjrt.caller(program, outputs, self._devices[0])
+        replicas = Mesh(("replica",), (self._num_devices,))
+        parts = [()] * len(self._names) if mesh is None else graph.parameter_shardings
+        shardings = [pjrt.mesh_sharding(self._devices, mesh or replicas, one) for one in parts]
+        shapes = [shape.dimensions for shape in graph.parameter_shapes]
         count = len(self._names)
 
         def call(arrays: list[Any]) -> list[Any]:
-            results = pjrt.call_replicated(program, [arrays[number::count] for number in range(count)], mesh)
+            by_argument = [arrays[number::count] for number in range(count)]
+            results = pjrt.call_on_all(program, by_argument, shapes, shardings)
             return [shards[device] for device in range(self._num_devices) for shards in results]
 
         return call
@@ -128,6 +134,11 @@ class JitExecutable(XlaExecutable):
                 f"{self._name!r}: 'xla:jit' runs on one device; use 'xla' for {self._num_devices}"
             )
         return jit_caller(graph, aliases, self._devices[0])
+
+
+def matched_outputs(donated: frozenset[int], graph: Graph) -> dict[int, int]:
+    """Donated parameter of a graph -> the output that reuses its memory on each device."""
+    return _aliases(donated, *local_shapes(graph))
 
 
 def _aliases(donated: frozenset[int], inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[int, int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from easytorch.backends.graph import Graph, Node, Op
+from easytorch.backends.partitioning import Mesh, Sharding
 from easytorch.backends.shapeinference import accepted_dtypes
 from easytorch.backends.types import Capabilities, OpType
-from easytorch.backends.xla.emitter import ELEMENT_TYPES, Emitter, Value, tensor
+from easytorch.backends.xla.emitter import ELEMENT_TYPES, Emitter, Value, sdy_sharding, tensor
 from easytorch.backends.xla.ops import (
     Emit,
     collectives,
@@ -84,15 +85,22 @@ def emit(graph: Graph, num_devices: int = 1, aliases: Mapping[int, int] | None =
     emitter = GraphEmitter(num_devices)
     arguments = [Value(f"%arg{number}", shape) for number, shape in enumerate(graph.parameter_shapes)]
     results = emitter.inline(graph, arguments)
+    mesh = graph.mesh
     parameters = ", ".join(
-        f"{value.name}: {tensor(value.shape)}{_alias(aliases, number)}" for number, value in enumerate(arguments)
+        f"{value.name}: {tensor(value.shape)}{_attributes(graph.parameter_shardings, number, aliases)}"
+        for number, value in enumerate(arguments)
     )
     names, types = ", ".join(value.name for value in results), ", ".join(tensor(value.shape) for value in results)
+    returned = ", ".join(
+        f"{tensor(value.shape)}{_attributes(graph.output_shardings, number)}" for number, value in enumerate(results)
+    )
     return "\n".join(
         (
             f"module @{_identifier(graph.name)} attributes "
-            f"{{mhlo.num_partitions = 1 : i32, mhlo.num_replicas = {num_devices} : i32}} {{",
-            f"func.func public @main({parameters}) -> ({types}) {{",
+            f"{{mhlo.num_partitions = {1 if mesh is None else mesh.size} : i32, "
+            f"mhlo.num_replicas = {num_devices} : i32}} {{",
+            *([] if mesh is None else [f"sdy.mesh @mesh = <[{_axes(mesh)}]>"]),
+            f"func.func public @main({parameters}) -> ({returned}) {{",
             *emitter.lines,
             f'"func.return"({names}) : ({types}) -> ()',
             "}",
@@ -101,10 +109,16 @@ def emit(graph: Graph, num_devices: int = 1, aliases: Mapping[int, int] | None =
     )
 
 
-def _alias(aliases: Mapping[int, int] | None, number: int) -> str:
-    if not aliases or number not in aliases:
-        return ""
-    return f" {{tf.aliasing_output = {aliases[number]} : i32}}"
+def _attributes(shardings: Sequence[Sharding], number: int, aliases: Mapping[int, int] | None = None) -> str:
+    """Of an argument or result: its sharding, and the output that reuses its memory."""
+    found = [f"sdy.sharding = {sdy_sharding(shardings[number])}"] if shardings else []
+    if aliases and number in aliases:
+        found.append(f"tf.aliasing_output = {aliases[number]} : i32")
+    return f" {{{', '.join(found)}}}" if found else ""
+
+
+def _axes(mesh: Mesh) -> str:
+    return ", ".join(f'"{name}"={size}' for name, size in zip(mesh.names, mesh.sizes, strict=True))
 
 
 def _identifier(name: str) -> str:

@@ -140,6 +140,40 @@ def aten_grouped_mm(
     return result if out_dtype is None else ctx.cast(result, out_dtype)
 
 
+@lowering("easytorch::aten_grouped_matmul.default")
+def native_grouped_matmul(ctx: Context, x: Op, weight: Op, group_sizes: Op, bias: Op | None, transposed: bool) -> Op:
+    """x (M, K), weight (E, K, N) (transposed: (E, N, K)), group_sizes (E,), bias (E, N) -> (M, N)."""
+    b, blocks = ctx.builder, _blocks(ctx, _ends(ctx, group_sizes), x.shape.dimensions[0])
+    matrices = take(ctx, weight, 0, blocks.group)
+    product = b.dot_general(_in_blocks(ctx, blocks, x), (2,), (0,), matrices, (2 if transposed else 1,), (0,))
+    if bias is not None:
+        added = ctx.reshape(take(ctx, bias, 0, blocks.group), (blocks.count, 1, bias.shape.dimensions[1]))
+        product = b.add(product, ctx.expand(added, product.shape.dimensions))
+    return _in_rows(ctx, blocks, product)
+
+
+@lowering("easytorch::aten_grouped_weight_grad.default")
+def native_grouped_weight_grad(ctx: Context, left: Op, right: Op, group_sizes: Op) -> Op:
+    """left (M, A), right (M, B), group_sizes (E,) -> (E, A, B): left^T right of the rows of each group."""
+    blocks = _blocks(ctx, _ends(ctx, group_sizes), left.shape.dimensions[0])
+    product = ctx.builder.dot_general(
+        _in_blocks(ctx, blocks, left), (1,), (0,), _in_blocks(ctx, blocks, right), (1,), (0,)
+    )
+    sizes = (group_sizes.shape.dimensions[0], left.shape.dimensions[1], right.shape.dimensions[1])
+    return scatter_along(ctx, ctx.full(sizes, 0, left.shape.dtype), 0, blocks.group, product)
+
+
+def _ends(ctx: Context, group_sizes: Op) -> Op:
+    """The rows at which the groups end."""
+    groups = group_sizes.shape.dimensions[0]
+    sizes = ctx.cast(group_sizes, DType.INT32)
+    square = (groups, groups)
+    before = ctx.builder.less_or_equal(ctx.iota(square, 1, DType.INT32), ctx.iota(square, 0, DType.INT32))
+    return ctx.builder.reduce_sum(
+        ctx.builder.where(before, ctx.expand(sizes, square), ctx.full(square, 0, DType.INT32)), 1
+    )
+
+
 @lowering(aten.histc.default)
 def histc(ctx: Context, x: Op, bins: int = 100, min: float = 0, max: float = 0) -> Op:
     """How many elements lie in each of `bins` equal parts from min to max, whose ends both count; the least and the

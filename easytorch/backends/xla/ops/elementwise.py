@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 
 from easytorch.backends.dtypes import SIGNED, DType
+from easytorch.backends.partitioning import Sharding
 from easytorch.backends.types import OpType
-from easytorch.backends.xla.emitter import Emitter, Value
+from easytorch.backends.xla.emitter import Emitter, Value, sdy_sharding
 from easytorch.backends.xla.narrow import narrow, widen, widened
 from easytorch.backends.xla.ops import Emit
 
@@ -331,6 +332,16 @@ def _conj(e: Emitter, x: Value) -> Value:
     return _complex(e, _real(e, x), e.unary("negate", _imag(e, x)))
 
 
+def _identity(
+    e: Emitter, *xs: Value, sharding: Sharding | None = None, barrier: bool = False
+) -> Value | tuple[Value, ...]:
+    if barrier:
+        return e.ops("optimization_barrier", xs, [x.shape for x in xs])
+    if sharding is not None:
+        return e.op("sdy.sharding_constraint", xs, xs[0].shape, f"sharding = {sdy_sharding(sharding)}")
+    return xs[0]
+
+
 def _is_finite(e: Emitter, x: Value) -> Value:
     wide = widen(e, x)
     return e.op("is_finite", (wide,), x.shape.with_dtype(DType.BOOL))
@@ -417,7 +428,7 @@ _COMPARISONS = {
 }
 
 EMITTERS: dict[OpType, Emit] = {
-    OpType.IDENTITY: lambda e, x: x,
+    OpType.IDENTITY: _identity,
     OpType.ABS: widened(_abs),
     OpType.NEG: _one("negate"),
     OpType.SIGN: widened(_sign),
