@@ -5,6 +5,7 @@
 namespace easytorch {
 
 void register_causal_conv1d(Library& library);
+void register_cross_entropy(Library& library);
 void register_decode(Library& library);
 void register_flash(Library& library);
 void register_flash_backward(Library& library);
@@ -25,6 +26,7 @@ namespace {
 struct Registration {
   Registration() {
     register_causal_conv1d(library);
+    register_cross_entropy(library);
     register_decode(library);
     register_flash(library);
     register_flash_backward(library);

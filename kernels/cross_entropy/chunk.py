@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from easytorch.kernels.cross_entropy import cpu
+
 
 class Settings(NamedTuple):
     """The arguments of a loss other than logits and labels; see native.py."""
@@ -28,6 +30,8 @@ def step(
     The gradient has the logits' dtype, and is None without `losses_grad`; all is computed in float32 (float64 for
     float64), on a CPU a few rows at a time.
     """
+    if cpu.takes(logits):
+        return cpu.step(logits, labels, losses_grad, *settings)
     if logits.device.type != "cpu":
         return _step(logits, labels, losses_grad, settings)
     rows, losses = max(1, LOGITS_IN_CACHE // logits.shape[1]), []

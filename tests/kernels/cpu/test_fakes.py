@@ -40,6 +40,7 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("quantized_matmul", (ones(2, 32), codes, ones(3, 1), NONE.byte(), NONE, 0, 32, 32, TOP)),
         ("glu", (x, x, 0, TOP)),
         ("glu_backward", (x, x, x, 0, TOP)),
+        ("cross_entropy_rows", (ones(3, 5), torch.tensor([1, -1, 0]), ones(3), -1, 0.1, None, 0.0, TOP)),
         ("flash", (query, key, value, *plain, TOP)),
         ("flash_training", (query, key, value, *plain, TOP)),
         ("flash_backward", (output, query, key, value, output, lse, *plain, TOP)),
