@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cross_entropy import aten, fused_linear, native
+from easytorch.kernels.cross_entropy import aten, cpu, fused_linear, native
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -35,7 +35,8 @@ class CrossEntropy(OperationImpl):
     reduction="mean")`: (..., V) and (...) -> the loss, float32 whatever the logits' dtype or `runtime_dtype`.
     """
 
-    paths: ClassVar = {"cpu": "aten", "gpu": "triton"}
+    paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton"}
+    cpp_reason = "a row of logits is read once, and its gradient written once"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -48,11 +49,16 @@ class CrossEntropy(OperationImpl):
     def supports(self, backend: str, logits: Tensor, labels: Tensor, **options: Any) -> str | None:
         if backend == "aten":
             return aten.supports(options.get("softcap"), options.get("z_loss", 0.0))
+        if backend == "cpu":
+            return cpu.supports(self.cast(logits), labels)
         if backend == "triton":
             from easytorch.kernels.cross_entropy import triton_op
 
             return triton_op.supports(logits, self.metadata.runtime_dtype)
         return None
+
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return cpu.prefers(*args, **kwargs) and self.supports("cpu", *args, **kwargs) is None
 
     def forward_native(self, logits: Tensor, labels: Tensor, **options: Unpack[LossOptions]) -> Tensor:
         return self.run(native.cross_entropy, logits, labels, **options)

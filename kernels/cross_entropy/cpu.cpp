@@ -15,6 +15,9 @@ constexpr int64_t GRAIN = 1 << 13;
 // A vector of the widest instruction set, which the buffer of a row ends with.
 constexpr int64_t VECTOR = 16;
 
+// Whether the numbers of a vector lie one after another.
+bool dense(const Tensor& vector) { return vector.sizes[0] <= 1 || vector.strides[0] == 1; }
+
 // logits (N, V), the last dimension contiguous, labels (N,) of int64 in 0..V-1 or `ignore_index`, upstream (N,) of
 // float32 or (0,) for none -> losses (N,) of float32, 0 of rows that are ignored. With upstream the gradient of the
 // logits, in their dtype, is written over them.
@@ -31,9 +34,9 @@ void cross_entropy_rows(uint64_t* stack, uint64_t, uint64_t) {
   const int32_t dtype = element_of(logits.dtype);
   require(dtype >= 0, "cross_entropy_rows takes logits of float32, bfloat16 or float16");
   require(n == 1 || logits.strides[1] == 1, "cross_entropy_rows: the last dimension must be contiguous");
-  require(rows <= 1 || logits.strides[0] >= n, "cross_entropy_rows: rows must not overlap");
-  require(labels.dtype == aoti_torch_dtype_int64() && labels.contiguous(), "cross_entropy_rows: labels are of int64, contiguous");
-  require(upstream.dtype == aoti_torch_dtype_float32() && upstream.dim == 1 && upstream.contiguous() &&
+  require(upstream.numel() == 0 || rows <= 1 || logits.strides[0] >= n, "cross_entropy_rows: rows must not overlap");
+  require(labels.dtype == aoti_torch_dtype_int64() && dense(labels), "cross_entropy_rows: labels are of int64, contiguous");
+  require(upstream.dtype == aoti_torch_dtype_float32() && upstream.dim == 1 && dense(upstream) &&
               (upstream.sizes[0] == rows || upstream.sizes[0] == 0),
           "cross_entropy_rows: upstream is (N,) or (0,) of float32, contiguous");
   const int64_t* const label = static_cast<const int64_t*>(labels.data);

@@ -27,8 +27,8 @@ _spec.loader.exec_module(everywhere)
 
 SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
-# refuse graphs; and gradients, but for the norms
-WITH_GRADIENTS = ("flash", "geglu", "layer_norm", "rms_norm", "swiglu")
+# refuse graphs; and gradients, but for these
+WITH_GRADIENTS = ("cross_entropy", "flash", "geglu", "layer_norm", "rms_norm", "swiglu")
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
         "causal_conv1d", "decode", "gated_delta_rule", "ragged_page_attention", "rotary", "ssm1", "ssm2",
