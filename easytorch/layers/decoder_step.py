@@ -1,12 +1,13 @@
 """One token of a pre-norm decoder layer by two operators in C++, where no hook runs between its modules.
 
 The operators compute the same as the modules: each half of a layer takes its operator only where every module of the
-half is the plain one. Hooks, adapters, quantized, sharded or small weights, gradients, graphs, and features that the
+half is the plain one. Hooks, adapters, sharded or small weights, gradients, graphs, and features that the
 operator lacks are refused, and the modules run.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decoder_step import cpu
-from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection
+from easytorch.kernels.decoder_step.native import (
+    AnyProjection,
+    AttentionWeights,
+    FeedForwardWeights,
+    Projection,
+    QuantizedProjection,
+)
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
 from easytorch.layers import attention
 from easytorch.layers.cache_slots import slot_of
@@ -26,6 +33,8 @@ from easytorch.layers.head_norm import HeadNormAttention
 from easytorch.layers.linear import watched
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
+from easytorch.layers.quantized import QuantizedLinear
+from easytorch.layers.quantized_formats import FormatSettings
 from easytorch.operations.dispatch.environment import untouched
 
 # The operators compute what these methods do; a family that overrides one of them runs its modules.
@@ -136,7 +145,7 @@ def _attention_weights(norm: nn.Module, module: Any, x: Tensor, normalized: bool
         return None
     if not (cpu.takes_product(x, query, key, value) and cpu.takes_product(x, output)):
         return None
-    if query.weight.shape[0] != module.num_heads * dim:
+    if (query.weight if type(query) is Projection else query.codes).shape[0] != module.num_heads * dim:
         return None
     eps: Any = norm.variance_epsilon
     if not normalized:
@@ -158,16 +167,37 @@ def _scale_of(norm: Any, x: Tensor, size: int) -> Tensor | None:
     return found if type(norm.variance_epsilon) is float else None
 
 
-def _projection(layer: Any) -> Projection | None:
-    """The parameters of a plain `nn.Linear`."""
-    if type(layer) is not nn.Linear or watched(layer):
+def _projection(layer: Any) -> AnyProjection | None:
+    """The tensors of a plain `nn.Linear` or `QuantizedLinear`."""
+    kind = type(layer)
+    if (kind is not nn.Linear and kind is not QuantizedLinear) or watched(layer):
         return None
+    if kind is QuantizedLinear:
+        return _codes(layer)
     parameters = layer._parameters
     weight = parameters.get("weight")
     if type(weight) is not nn.Parameter or "bias" not in parameters:
         return None
     bias = parameters["bias"]
     return Projection(weight, bias) if bias is None or type(bias) is nn.Parameter else None
+
+
+def _codes(layer: QuantizedLinear) -> QuantizedProjection | None:
+    buffers = layer._buffers
+    codes, scale_bits, zero = buffers.get("weight_codes"), buffers.get("weight_scale_bits"), buffers.get("weight_zero")
+    bias = layer.bias  # no parameter where there is none
+    if bias is not None and type(bias) is not nn.Parameter:
+        return None
+    if layer.settings.ordered or type(codes) is not Tensor or type(scale_bits) is not Tensor:
+        return None
+    format, group_size = _stored(layer.settings, layer.in_features)
+    return QuantizedProjection(codes, scale_bits, zero, bias, format, layer.in_features, group_size)
+
+
+@functools.cache
+def _stored(settings: FormatSettings, columns: int) -> tuple[str, int]:
+    """The format's name in `quantized_matmul`, and its columns of a group."""
+    return settings.storage, settings.columns(columns)
 
 
 def _fits_angles(positions: Any, x: Tensor, dim: int) -> bool:

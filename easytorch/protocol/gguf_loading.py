@@ -1,6 +1,6 @@
-"""`from_pretrained(..., gguf_file=...)`: linear layers and experts keep the blocks of the file (`QuantizedLinear`).
+"""`from_pretrained(..., gguf_file=...)`: linear layers, heads and experts keep the file's blocks (`QuantizedLinear`).
 
-Embeddings, heads, norms, and what is in blocks that are not of `GGUF_BLOCKS`, are decoded.
+Embeddings, heads that are tied to them, norms, and what is in blocks that are not of `GGUF_BLOCKS`, are decoded.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _Blocks:
 
     def __init__(self, model: PreTrainedModel, file: GgufReader) -> None:
         self._model, self._file = model, file
-        self._layers, self._prefix = linear_layers(model), f"{model.base_model_prefix}."
+        self._layers, self._prefix = linear_layers(model, heads=True), f"{model.base_model_prefix}."
         self._experts = stacks_of_experts(model)
         self.names = {*self._layers, *(f"{name}.{one}" for name, found in self._experts.items() for one in found)}
         self.kinds: dict[str, str] = {}

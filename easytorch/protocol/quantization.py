@@ -168,9 +168,12 @@ def _simulated(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if is_simulated(one)]
 
 
-def linear_layers(model: PreTrainedModel) -> set[str]:
-    """The names of the linear layers that `quantize` can take: all but heads that generate, and tied ones."""
-    return set(_found(model, QuantizationConfig(pattern=""), experts=False)[0])
+def linear_layers(model: PreTrainedModel, *, heads: bool = False) -> set[str]:
+    """The names of the linear layers that `quantize` can take: all but heads that generate, and tied ones.
+
+    heads: those that generate too, as in models of a GGUF file.
+    """
+    return set(_found(model, QuantizationConfig(pattern=""), experts=False, generating=heads)[0])
 
 
 def stacks_of_experts(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -194,9 +197,12 @@ def _chosen(
 
 
 def _found(
-    model: PreTrainedModel, config: QuantizationConfig, *, experts: bool
+    model: PreTrainedModel, config: QuantizationConfig, *, experts: bool, generating: bool = False
 ) -> tuple[list[str], dict[str, list[str]]]:
-    heads: set[Any] = {model.get_output_embeddings(), *_tied(model)}
+    """generating: heads that generate may be taken, as with a config that names the layers of a GGUF file."""
+    heads: set[Any] = set(_tied(model))
+    if not generating and config.blocks is None:
+        heads.add(model.get_output_embeddings())
     layers, stacks = [], {}
     for name, module in model.named_modules():
         kind: Any = type(module)

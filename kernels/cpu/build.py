@@ -34,7 +34,7 @@ LEVELS = {
     "generic": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
 # How many libraries are kept; building one deletes the oldest.
 KEPT = 8

@@ -5,14 +5,15 @@
 
 namespace easytorch {
 
-// 0: the compiler's baseline; 1: AVX2, FMA and F16C; 2: AVX-512 (F, BW, DQ, VL); 3: and AVX512_BF16.
+// 0: the compiler's baseline; 1: AVX2, FMA and F16C; 2: AVX-512 (F, BW, DQ, VL); 3: and AVX512_BF16 and AVX512_VNNI.
 inline int64_t best_level() {
 #if defined(__x86_64__)
   static const int64_t level = [] {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return !avx2 ? 0 : !avx512 ? 1 : !__builtin_cpu_supports("avx512bf16") ? 2 : 3;
+    const bool bytes_and_bfloat16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return !avx2 ? 0 : !avx512 ? 1 : !bytes_and_bfloat16 ? 2 : 3;
   }();
   return level;
 #else

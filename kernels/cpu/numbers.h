@@ -63,18 +63,21 @@ inline void store_float16(uint16_t* p, Floats v) {
 
 struct NumbersFloat32 {
   typedef float Number;
+  static constexpr int32_t DTYPE = FLOAT32;
   static inline Floats read(const Number* p) { return load(p); }
   static inline void write(Number* p, Floats v) { store(p, v); }
   static inline Floats round(Floats v) { return v; }
 };
 struct NumbersBFloat16 {
   typedef uint16_t Number;
+  static constexpr int32_t DTYPE = BFLOAT16;
   static inline Floats read(const Number* p) { return load_bfloat16(p); }
   static inline void write(Number* p, Floats v) { store_bfloat16(p, v); }
   static inline Floats round(Floats v) { return as_bfloat16(v); }
 };
 struct NumbersFloat16 {
   typedef uint16_t Number;
+  static constexpr int32_t DTYPE = FLOAT16;
   static inline Floats read(const Number* p) { return load_float16(p); }
   static inline void write(Number* p, Floats v) { store_float16(p, v); }
   static inline Floats round(Floats v) { return as_float16(v); }

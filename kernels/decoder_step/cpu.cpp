@@ -46,12 +46,13 @@ const void* weight_of(const Tensor& weight, int64_t n, const Tensor& x) {
 // Normalized rows, packed for a product; each thread has its own.
 class NormalizedRows {
  public:
-  NormalizedRows(const Hidden& x, const void* weight, double eps, int64_t level, int64_t threads)
+  NormalizedRows(const Hidden& x, const void* weight, double eps, int64_t level, int64_t threads,
+                 std::initializer_list<const Projection*> projections)
       : x_(x), weight_(weight), eps_(static_cast<float>(eps)), norm_(norm_of(level)),
-        packed(skinny_of(level), x.rows, x.width, x.dtype, threads), of_thread_(x.rows * x.width * size_of(x.dtype)),
+        packed(level, x.rows, x.width, x.dtype, threads, projections), of_thread_(x.rows * x.width * size_of(x.dtype)),
         rows_(lines(threads * of_thread_)) {}
 
-  const void* make(int64_t thread) const {
+  PackedRows::Packed make(int64_t thread) const {
     char* const rows = rows_.get() + thread * of_thread_;
     const int64_t row = x_.width * size_of(x_.dtype);
     for (int64_t m = 0; m < x_.rows; ++m) norm_.rms(x_.row(m), weight_, rows + m * row, x_.width, x_.dtype, eps_);
@@ -81,13 +82,13 @@ struct Block {
 };
 
 // The last product of a half: its rows, with x added.
-void add_residual(const SkinnyFunctions& skinny, const StepFunctions& step, const SkinnyProduct& product, const Hidden& x,
-                  const Projection& projection, int64_t task) {
+void add_residual(const StepFunctions& step, const Product& product, const Hidden& x, const Projection& projection,
+                  int64_t task) {
   const Block block(projection, task);
-  skinny.run(&product, block.begin, block.end);
+  product.run(block.begin, block.end);
   const int64_t size = size_of(x.dtype);
   for (int64_t m = 0; m < x.rows; ++m) {
-    step.add(x.row(m) + block.begin * size, static_cast<char*>(product.y) + (m * x.width + block.begin) * size,
+    step.add(x.row(m) + block.begin * size, product.y() + (m * x.width + block.begin) * size,
              block.end - block.begin, x.dtype);
   }
 }
@@ -95,10 +96,11 @@ void add_residual(const SkinnyFunctions& skinny, const StepFunctions& step, cons
 // x + down(unit(gate(norm(x))) * up(norm(x))).
 void feed_forward_step(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor hidden(stack[0]), norm(stack[1]);
-  const Projection gate(stack[2], stack[3]), up(stack[4], stack[5]), down(stack[6], stack[7]);
-  const double eps = number_of(stack[8]);
-  const int64_t activation = static_cast<int64_t>(stack[9]), threads = static_cast<int64_t>(stack[10]);
-  const int64_t level = static_cast<int64_t>(stack[11]);
+  const Projection gate(stack + 2), up(stack + 2 + Projection::FIELDS), down(stack + 2 + 2 * Projection::FIELDS);
+  const uint64_t* const after = stack + 2 + 3 * Projection::FIELDS;
+  const double eps = number_of(after[0]);
+  const int64_t activation = static_cast<int64_t>(after[1]), threads = static_cast<int64_t>(after[2]);
+  const int64_t level = static_cast<int64_t>(after[3]);
   const Hidden x(hidden);
   const int64_t inner = gate.weight.dim == 2 ? gate.rows() : 0, size = size_of(x.dtype);
   require(gate.fits(inner, x.width, hidden.dtype) && up.fits(inner, x.width, hidden.dtype) &&
@@ -106,28 +108,27 @@ void feed_forward_step(uint64_t* stack, uint64_t, uint64_t) {
           "feed_forward_step: the projections do not fit");
   require(activation >= SILU && activation <= GELU_TANH && threads > 0, "feed_forward_step: no such activation or threads");
   Tensor y(empty(3, hidden.sizes, hidden.dtype));
-  const SkinnyFunctions& skinny = skinny_of(level);
   const GateFunctions& unit = gate_of(level);
   const StepFunctions& step = step_of(level);
-  const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads);
-  const PackedRows inner_rows(skinny, x.rows, inner, x.dtype, threads);
+  const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads, {&gate, &up});
+  const PackedRows inner_rows(level, x.rows, inner, x.dtype, threads, {&down});
   const Buffer gates = lines(x.rows * inner * size), ups = lines(x.rows * inner * size);
   Phase opening(gate.tasks(), threads), closing(down.tasks(), threads);
   parallel_for(threads, 1, [&](int64_t thread, int64_t) {
-    const void* const normalized = rows.make(thread);
-    const SkinnyProduct to_gate = rows.packed.product(normalized, gate, gates.get());
-    const SkinnyProduct to_up = rows.packed.product(normalized, up, ups.get());
+    const PackedRows::Packed normalized = rows.make(thread);
+    const Product to_gate = rows.packed.product(normalized, 0, gates.get());
+    const Product to_up = rows.packed.product(normalized, 1, ups.get());
     opening.run(thread, [&](int64_t task) {
       const Block block(gate, task);
-      skinny.run(&to_gate, block.begin, block.end);
-      skinny.run(&to_up, block.begin, block.end);
+      to_gate.run(block.begin, block.end);
+      to_up.run(block.begin, block.end);
       for (int64_t m = 0; m < x.rows; ++m) {
         const int64_t at = (m * inner + block.begin) * size;
         unit.run(gates.get() + at, ups.get() + at, gates.get() + at, block.end - block.begin, x.dtype, activation);
       }
     });
-    const SkinnyProduct to_hidden = inner_rows.product(inner_rows.pack(gates.get(), thread), down, y.data);
-    closing.run(thread, [&](int64_t task) { add_residual(skinny, step, to_hidden, x, down, task); });
+    const Product to_hidden = inner_rows.product(inner_rows.pack(gates.get(), thread), 0, y.data);
+    closing.run(thread, [&](int64_t task) { add_residual(step, to_hidden, x, down, task); });
   });
   stack[0] = y.release();
 }
@@ -172,12 +173,12 @@ char* key_at(const DecodeCache& cache, int64_t b, int64_t head, int64_t n, int64
 // keys [first, end) are seen.
 void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor hidden(stack[0]), norm(stack[1]);
-  const Projection to_query(stack[2], stack[3]), to_key(stack[4], stack[5]), to_value(stack[6], stack[7]);
-  const Projection to_output(stack[8], stack[9]);
-  const Tensor query_norm(stack[10]), key_norm(stack[11]), cos(stack[12]), sin(stack[13]), keys(stack[14]),
-      values(stack[15]);
-  const AttentionCall given(stack + 16);
-  const uint64_t* const after = stack + 16 + AttentionCall::FIELDS;
+  const Projection to_query(stack + 2), to_key(stack + 2 + Projection::FIELDS), to_value(stack + 2 + 2 * Projection::FIELDS),
+      to_output(stack + 2 + 3 * Projection::FIELDS);
+  const uint64_t* const others = stack + 2 + 4 * Projection::FIELDS;
+  const Tensor query_norm(others[0]), key_norm(others[1]), cos(others[2]), sin(others[3]), keys(others[4]), values(others[5]);
+  const AttentionCall given(others + 6);
+  const uint64_t* const after = others + 6 + AttentionCall::FIELDS;
   const double eps = number_of(after[0]), head_eps = number_of(after[1]);
   const int64_t first = static_cast<int64_t>(after[2]), slot = static_cast<int64_t>(after[3]),
                 end = static_cast<int64_t>(after[4]);
@@ -202,13 +203,13 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   const DecodeCache key_cache = cache_of(keys, batch, kv_heads, dim, first, end, hidden);
   const DecodeCache value_cache = cache_of(values, batch, kv_heads, value_dim, first, end, hidden);
 
-  const SkinnyFunctions& skinny = skinny_of(level);
   const DecodeFunctions& attention = decode_of(level);
   const NormFunctions& norms = norm_of(level);
   const StepFunctions& step = step_of(level);
   const TurnFunctions& turns = turn_of(level);
-  const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads);
-  const PackedRows output_rows(skinny, batch, heads * value_dim, dtype, threads);
+  const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads,
+                            {&to_query, &to_key, &to_value});
+  const PackedRows output_rows(level, batch, heads * value_dim, dtype, threads, {&to_output});
   const SkinnyPacking packing = attention.packing(dtype);
   const int64_t padded = (dim + packing.step - 1) / packing.step * packing.step, packed_size = size_of(packing.dtype);
   const Buffer query = lines(batch * heads * dim * size), key = lines(batch * kv_heads * dim * size),
@@ -258,13 +259,13 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
   Phase projecting(to_query.tasks() + to_key.tasks() + to_value.tasks(), threads), turning(batch * kv_heads, threads),
       attending(batch * chunks * splits, threads), combining(batch * heads, threads), closing(to_output.tasks(), threads);
   parallel_for(threads, 1, [&](int64_t thread, int64_t) {
-    const void* const normalized = rows.make(thread);
-    const SkinnyProduct of_query = rows.packed.product(normalized, to_query, query.get());
-    const SkinnyProduct of_key = rows.packed.product(normalized, to_key, key.get());
-    const SkinnyProduct of_value = rows.packed.product(normalized, to_value, value.get());
-    const auto project = [&](const Projection& projection, const SkinnyProduct& product, int64_t task) {
+    const PackedRows::Packed normalized = rows.make(thread);
+    const Product of_query = rows.packed.product(normalized, 0, query.get());
+    const Product of_key = rows.packed.product(normalized, 1, key.get());
+    const Product of_value = rows.packed.product(normalized, 2, value.get());
+    const auto project = [&](const Projection& projection, const Product& product, int64_t task) {
       const Block block(projection, task);
-      skinny.run(&product, block.begin, block.end);
+      product.run(block.begin, block.end);
     };
     projecting.run(thread, [&](int64_t task) {
       if (task < to_query.tasks()) return project(to_query, of_query, task);
@@ -277,8 +278,8 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
     combining.run(thread, [&](int64_t task) {
       attention.combine(&call, task / heads, task % heads, sums.get() + task * row, chunks, stride);
     });
-    const SkinnyProduct to_hidden = output_rows.product(output_rows.pack(attended.get(), thread), to_output, y.data);
-    closing.run(thread, [&](int64_t task) { add_residual(skinny, step, to_hidden, x, to_output, task); });
+    const Product to_hidden = output_rows.product(output_rows.pack(attended.get(), thread), 0, y.data);
+    closing.run(thread, [&](int64_t task) { add_residual(step, to_hidden, x, to_output, task); });
   });
   stack[0] = y.release();
 }
@@ -287,14 +288,14 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
 
 void register_decoder_step(Library& library) {
   library.define(
-      "attention_step(Tensor x, Tensor norm, Tensor query, Tensor query_bias, Tensor key, Tensor key_bias, Tensor value, "
-      "Tensor value_bias, Tensor output, Tensor output_bias, Tensor query_norm, Tensor key_norm, Tensor cos, Tensor sin, "
+      "attention_step(Tensor x, Tensor norm, " PROJECTION("query") ", " PROJECTION("key") ", " PROJECTION("value") ", "
+      PROJECTION("output") ", Tensor query_norm, Tensor key_norm, Tensor cos, Tensor sin, "
       "Tensor(a!) keys, Tensor(b!) values, " ATTENTION_CALL ", float eps, float head_eps, int first, int slot, int end, "
       "int threads, int level) -> Tensor",
       "attention_step", attention_step);
   library.define(
-      "feed_forward_step(Tensor x, Tensor norm, Tensor gate, Tensor gate_bias, Tensor up, Tensor up_bias, Tensor down, "
-      "Tensor down_bias, float eps, int activation, int threads, int level) -> Tensor",
+      "feed_forward_step(Tensor x, Tensor norm, " PROJECTION("gate") ", " PROJECTION("up") ", " PROJECTION("down")
+      ", float eps, int activation, int threads, int level) -> Tensor",
       "feed_forward_step", feed_forward_step);
 }
 

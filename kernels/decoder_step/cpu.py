@@ -5,7 +5,7 @@ Operator by operator a layer of one token is about twenty calls, of which five w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,16 @@ from torch import Tensor
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import inference, library, processor
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES
-from easytorch.kernels.decoder_step.native import ACTIVATIONS, AttentionWeights, FeedForwardWeights, Projection, Slot
+from easytorch.kernels.decoder_step.native import (
+    ACTIVATIONS,
+    AnyProjection,
+    AttentionWeights,
+    FeedForwardWeights,
+    Projection,
+    Slot,
+)
 from easytorch.kernels.linear import preference
+from easytorch.kernels.quantized_matmul import cpu as quantized
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
 
 # Passed for absent angles.
@@ -22,6 +30,9 @@ _NO_ANGLES = {dtype: torch.empty(1, 1, 0, dtype=dtype) for dtype in DTYPES}
 # The least numbers of a float32 weight, whatever the table of `linear` says: see `SMALLEST_WEIGHT` of layers/linear.py.
 SMALLEST_FLOAT32 = 2**20
 _CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+# A projection is dense or has a quantized format, by its number.
+_DENSE = -1
+_NO_SCALE, _NO_ZERO = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)
 
 
 def takes(x: Tensor) -> bool:
@@ -43,16 +54,25 @@ def takes(x: Tensor) -> bool:
     )
 
 
-def takes_product(x: Tensor, *projections: Projection) -> bool:
-    """True where the projections, of one input, are those that the operator of `linear` takes: large and plain."""
-    dtype, numbers = x.dtype, 0
-    for weight, bias in projections:
-        if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():
-            return False
+def takes_product(x: Tensor, *projections: AnyProjection) -> bool:
+    """True where the projections, of one input, are those that the operators of `linear` and `quantized_matmul` take:
+    large and plain."""
+    dtype, numbers, least = x.dtype, 0, preference.FEW_ROWS[torch.bfloat16][1]
+    for one in projections:
+        bias = one.bias
         if bias is not None and (bias.dtype is not dtype or not bias.is_cpu or not bias.is_contiguous()):
             return False
+        if type(one) is not Projection:
+            if not quantized.takes_codes(one.codes, one.scale_bits, one.zero, one.group_size):
+                return False
+            numbers += one.codes.shape[0] * one.columns
+            continue
+        weight = one.weight
+        if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():
+            return False
         numbers += weight.numel()
-    return numbers >= (SMALLEST_FLOAT32 if dtype is torch.float32 else preference.FEW_ROWS[dtype][1])
+        least = SMALLEST_FLOAT32 if dtype is torch.float32 else preference.FEW_ROWS[dtype][1]
+    return numbers >= least
 
 
 def attention_step(
@@ -101,7 +121,15 @@ def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = li
     )
 
 
-def _flat(none: Tensor, *projections: Projection) -> Iterator[Tensor]:
-    for weight, bias in projections:
-        yield weight
-        yield none if bias is None else bias
+def _flat(none: Tensor, *projections: AnyProjection) -> list[Any]:
+    """The fields of the projections as the operators take them (cpu_products.h)."""
+    fields: list[Any] = []
+    for one in projections:
+        bias = none if one.bias is None else one.bias
+        if type(one) is Projection:
+            fields += (one.weight, bias, _NO_SCALE, _NO_ZERO, _DENSE, 0, 0)
+        else:
+            zero = _NO_ZERO if one.zero is None else one.zero
+            number = quantized.NUMBERS[one.format]
+            fields += (one.codes, bias, one.scale_bits, zero, number, one.columns, one.group_size)
+    return fields

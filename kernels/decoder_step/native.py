@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decode import native as decode
 from easytorch.kernels.glu import native as glu
 from easytorch.kernels.linear import native as linear
+from easytorch.kernels.quantized_matmul import native as quantized_matmul
+from easytorch.kernels.quantized_matmul.formats import storage
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 from easytorch.kernels.rms_norm import native as rms_norm
 from easytorch.kernels.rotary import native as rotary
 
@@ -26,15 +30,33 @@ class Projection(NamedTuple):
     bias: Tensor | None = None
 
 
+class QuantizedProjection(NamedTuple):
+    """A linear layer of codes: the fields of a `QuantizedWeight` (N, `columns`), bias (N,).
+
+    scale_bits: the scales, as the bits of float32.
+    """
+
+    codes: Tensor
+    scale_bits: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+    format: str
+    columns: int
+    group_size: int
+
+
+AnyProjection = Projection | QuantizedProjection
+
+
 class AttentionWeights(NamedTuple):
     """norm (D,); query (H * head_dim, D), key and value (K * head_dim, D), output (D, H * head_dim); of heads
     (head_dim,)."""
 
     norm: Tensor
-    query: Projection
-    key: Projection
-    value: Projection
-    output: Projection
+    query: AnyProjection
+    key: AnyProjection
+    value: AnyProjection
+    output: AnyProjection
     eps: float
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
@@ -45,9 +67,9 @@ class FeedForwardWeights(NamedTuple):
     """norm (D,); gate and up (N, D), down (D, N). activation: one of `ACTIVATIONS`."""
 
     norm: Tensor
-    gate: Projection
-    up: Projection
-    down: Projection
+    gate: AnyProjection
+    up: AnyProjection
+    down: AnyProjection
     eps: float
     activation: str = "silu"
 
@@ -77,8 +99,7 @@ def attention_step(
     normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
     head_dim = cache.keys.shape[-1]
     query, key, value = (
-        linear.linear(normalized, one.weight, one.bias).unflatten(-1, (-1, head_dim))
-        for one in (weights.query, weights.key, weights.value)
+        product(normalized, one).unflatten(-1, (-1, head_dim)) for one in (weights.query, weights.key, weights.value)
     )
     if weights.query_norm is not None:
         query = rms_norm.rms_norm(query, weights.query_norm, weights.head_eps)
@@ -90,15 +111,27 @@ def attention_step(
     seen = slice(cache.first, cache.end)
     keys, values = (one[:, :, seen].transpose(1, 2) for one in (cache.keys, cache.values))
     attended = decode.over_lengths(query, keys, values, None, call)
-    return x + linear.linear(attended.flatten(2), weights.output.weight, weights.output.bias)
+    return x + product(attended.flatten(2), weights.output)
 
 
 def feed_forward_step(x: Tensor, weights: FeedForwardWeights) -> Tensor:
     """x + down(activation(gate(norm(x))) * up(norm(x))): (B, 1, D) -> (B, 1, D)."""
     normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
-    gate, up = (linear.linear(normalized, one.weight, one.bias) for one in (weights.gate, weights.up))
+    gate, up = (product(normalized, one) for one in (weights.gate, weights.up))
     if weights.activation == "silu":
         inner = glu.swiglu(gate, up)
     else:
         inner = glu.geglu(gate, up, "tanh" if weights.activation == "gelu_tanh" else "none")
-    return x + linear.linear(inner, weights.down.weight, weights.down.bias)
+    return x + product(inner, weights.down)
+
+
+def product(x: Tensor, projection: AnyProjection) -> Tensor:
+    """x (..., K) -> (..., N)."""
+    if isinstance(projection, Projection):
+        return linear.linear(x, projection.weight, projection.bias)
+    _, dtype = storage(projection.format, projection.columns)
+    weight = QuantizedWeight(
+        projection.codes.view(dtype), projection.scale_bits.view(torch.float32), projection.zero, projection.format,
+        (projection.codes.shape[0], projection.columns), projection.group_size,
+    )  # fmt: skip
+    return quantized_matmul.quantized_matmul(x, weight, projection.bias)

@@ -14,6 +14,7 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 # The format's number in cpu_product.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4, "fp4_e2m1": 5}
 BLOCK_FORMATS = {"q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9}
+NUMBERS = FORMATS | BLOCK_FORMATS
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32
 # Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a
@@ -39,6 +40,17 @@ def supports(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype | None
 
 def _aligned(weight: QuantizedWeight) -> bool:
     return weight.group_size % STEP == 0 or weight.scale.shape[1] == 1
+
+
+def takes_codes(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int) -> bool:
+    """Whether the operator takes a weight of these tensors as they lie in memory."""
+    return (
+        codes.is_cpu
+        and codes.is_contiguous()
+        and scale.is_contiguous()
+        and (zero is None or zero.is_contiguous())
+        and (group_size % STEP == 0 or scale.shape[1] == 1)
+    )
 
 
 def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> bool:
@@ -79,7 +91,7 @@ def run(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, lev
         bias = _NO_BIAS
     elif bias.dtype not in DTYPES or bias.stride(0) != 1:
         bias = bias.to(x.dtype if bias.dtype in DTYPES else torch.float32).contiguous()
-    scale, number = weight.scale.contiguous(), (FORMATS | BLOCK_FORMATS)[weight.format]
+    scale, number = weight.scale.contiguous(), NUMBERS[weight.format]
     return torch.ops.easytorch_cpu.quantized_matmul.default(
         x, data, scale, zero, bias, number, weight.shape[1], weight.group_size, level
     )

@@ -219,19 +219,20 @@ void rows_of_x(const QuantizedProduct& p, const Table* tables, int64_t first, in
 
 bool is_four_bits(int64_t format) { return format == INT4 || format == NF4 || format == FP4_E2M1; }
 
-bool takes(int64_t format, int64_t group_size, int64_t groups) {
+bool takes(int64_t format, int32_t dtype, int64_t, int64_t group_size, int64_t groups) {
+  if (dtype != BFLOAT16) return false;
   if (is_four_bits(format)) return groups == 1 || group_size == 32 || group_size == 64 || group_size % COLUMNS == 0;
   if (format != FP8_E4M3FN && format != FP8_E5M2) return false;
   return groups == 1 || group_size % BYTES == 0;
 }
 
-int64_t bytes(int64_t format, int64_t m, int64_t k) {
+int64_t bytes(int64_t format, int32_t, int64_t m, int64_t k) {
   const int64_t columns = is_four_bits(format) ? COLUMNS : BYTES, steps = (k + columns - 1) / columns;
   return m * steps * (columns * 2 + (is_four_bits(format) ? WIDTH * 4 : 0));
 }
 
 // Steps of `columns` columns of all rows side by side, then, of four bits, the sums of the lanes of each.
-bool pack(const void* row, int64_t stride, int64_t k, int64_t m, int64_t i, int64_t format, void* out) {
+bool pack(const void* row, int64_t stride, int32_t, int64_t k, int64_t m, int64_t i, int64_t format, void* out) {
   const uint16_t* const numbers = static_cast<const uint16_t*>(row);
   for (int64_t c = 0; c < k; ++c) {
     if ((numbers[c * stride] & 0x7f80) == 0x7f80) return false;
@@ -278,14 +279,14 @@ void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
 
 #else
 
-bool takes(int64_t, int64_t, int64_t) { return false; }
-int64_t bytes(int64_t, int64_t, int64_t) { return 0; }
-bool pack(const void*, int64_t, int64_t, int64_t, int64_t, int64_t, void*) { return false; }
+bool takes(int64_t, int32_t, int64_t, int64_t, int64_t) { return false; }
+int64_t bytes(int64_t, int32_t, int64_t, int64_t) { return 0; }
+bool pack(const void*, int64_t, int32_t, int64_t, int64_t, int64_t, int64_t, void*) { return false; }
 void run(const QuantizedProduct*, int64_t, int64_t) {}
 
 #endif
 
 }  // namespace
 
-extern const BFloat16CodesFunctions EASYTORCH_NAME(bfloat16_codes);
-const BFloat16CodesFunctions EASYTORCH_NAME(bfloat16_codes) = {takes, bytes, pack, run};
+extern const CodesFunctions EASYTORCH_NAME(bfloat16_codes);
+const CodesFunctions EASYTORCH_NAME(bfloat16_codes) = {takes, bytes, pack, run};

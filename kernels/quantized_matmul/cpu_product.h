@@ -12,6 +12,7 @@ enum QuantizedFormat : int64_t {
 // y (M, N) = x (M, K) @ weight (N, K)^T + bias, where the weight is (code - zero) * scale, by groups of columns.
 struct QuantizedProduct {
   const void* x;  // packed, by one of the functions below
+  int32_t x_dtype;  // before that
   int64_t m, n, k;
   int64_t format;
   const uint8_t* data;  // rows of codes, `row_bytes` apart
@@ -33,16 +34,18 @@ struct QuantizedFunctions {
   void (*pack)(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out);
   // Computes the columns [begin, end) of y, from those rows of the weight.
   void (*run)(const QuantizedProduct* product, int64_t begin, int64_t end);
+  // Row n of the weight as K numbers of float32 or bfloat16; of the product its weight is read.
+  void (*decode)(const QuantizedProduct* product, int64_t n, void* out, int32_t dtype);
 };
 
-// Codes as bfloat16, for x in bfloat16: exact, since these codes are, or are sums of two, and twice to four times as fast.
-struct BFloat16CodesFunctions {
-  // Whether this instruction set has it for the format, and groups of that size among `groups`.
-  bool (*takes)(int64_t format, int64_t group_size, int64_t groups);
+// Codes as numbers for dot product instructions, of the x that they take: exact but for what an implementation states.
+struct CodesFunctions {
+  // Whether this instruction set has it for the format, M rows of `dtype`, and groups of that size among `groups`.
+  bool (*takes)(int64_t format, int32_t dtype, int64_t m, int64_t group_size, int64_t groups);
   // The bytes that M packed rows of K columns take.
-  int64_t (*bytes)(int64_t format, int64_t m, int64_t k);
-  // Packs row i of M, K numbers of bfloat16 that are `stride` apart; false where one is infinite or NaN: a number that is a
-  // sum of two would give NaN for an infinity.
-  bool (*pack)(const void* row, int64_t stride, int64_t k, int64_t m, int64_t i, int64_t format, void* out);
+  int64_t (*bytes)(int64_t format, int32_t dtype, int64_t m, int64_t k);
+  // Packs row i of M, K numbers of `dtype` that are `stride` apart; false where its numbers are not taken, as where one is
+  // infinite or NaN: a number that is a sum of two would give NaN for an infinity.
+  bool (*pack)(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t i, int64_t format, void* out);
   void (*run)(const QuantizedProduct* product, int64_t begin, int64_t end);
 };

@@ -1,6 +1,7 @@
 // Products of few rows with an 8-bit or 4-bit weight, whose codes are decoded to float32 as they are accumulated.
 #include "cpu_product.h"
 
+#include "../cpu/numbers.h"
 #include "../cpu/tile.h"
 #include "cpu_levels.h"
 
@@ -371,6 +372,73 @@ void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
   }
 }
 
+// Row n as numbers, STEP columns at a time.
+template <class Format, class Numbers>
+void decode_row(const QuantizedProduct& p, int64_t n, typename Numbers::Number* out) {
+  const uint8_t* const codes = p.data + n * p.row_bytes;
+  for (int64_t group = 0; group < p.groups; ++group) {
+    const int64_t begin = group * p.group_size, limit = begin + p.group_size, end = limit < p.k ? limit : p.k;
+    const int64_t at = n * p.scale_stride + group;
+    const float factor = Format::FACTOR * p.scale[at], offset = Format::SHIFTED ? 8 - p.zero[at] : 0;
+    const Floats scale = broadcast(factor), shift = broadcast(offset);
+    for (int64_t c = begin; c < end; c += STEP) {
+      if (c + STEP > end) {
+        for (int64_t column = c; column < end; ++column) {
+          store_number(out, column, Numbers::DTYPE, (Format::one(codes, column) + offset) * factor);
+        }
+        break;
+      }
+      Floats numbers[VECTORS];
+      Format::load(codes, c, numbers);
+      for (int v = 0; v < VECTORS; ++v) {
+        if (Format::SHIFTED) numbers[v] = add(numbers[v], shift);
+        numbers[v] = multiply(numbers[v], scale);
+      }
+      if (Format::column(1) == 1) {
+        for (int v = 0; v < VECTORS; ++v) Numbers::write(out + c + v * WIDTH, numbers[v]);
+        continue;
+      }
+#if defined(__AVX512F__)
+      const __m512i lower = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
+      Numbers::write(out + c, _mm512_permutex2var_ps(numbers[0], lower, numbers[1]));
+      Numbers::write(out + c + WIDTH, _mm512_permutex2var_ps(numbers[0], upper, numbers[1]));
+#else
+      float some[STEP];
+      for (int v = 0; v < VECTORS; ++v) store(some + v * WIDTH, numbers[v]);
+      for (int i = 0; i < STEP; ++i) store_number(out, c + Format::column(i), Numbers::DTYPE, some[i]);
+#endif
+    }
+  }
+}
+
+template <class Format>
+void decode_as(const QuantizedProduct& p, int64_t n, void* out, int32_t dtype) {
+  dtype == FLOAT32 ? decode_row<Format, NumbersFloat32>(p, n, static_cast<float*>(out))
+                   : decode_row<Format, NumbersBFloat16>(p, n, static_cast<uint16_t*>(out));
+}
+
+// visitor(Format()) of the product's format.
+template <class Visitor>
+void visit(const QuantizedProduct& p, const Visitor& visitor) {
+  switch (p.format) {
+    case INT8: return visitor(OfInt8());
+    case INT4: return p.zero == nullptr ? visitor(OfInt4()) : visitor(OfInt4WithZero());
+    case NF4: return visitor(OfNf4());
+    case FP4_E2M1: return visitor(OfFp4());
+    case FP8_E4M3FN: return visitor(OfE4m3());
+    case FP8_E5M2: return visitor(OfE5m2());
+    case Q8_0: return visitor(OfQ8_0());
+    case Q4_0: return visitor(OfQ4_0());
+    case Q4_K: return visitor(OfQ4K());
+    case Q6_K: return visitor(OfQ6K());
+  }
+}
+
+void decode(const QuantizedProduct* p, int64_t n, void* out, int32_t dtype) {
+  visit(*p, [&](auto format) { decode_as<decltype(format)>(*p, n, out, dtype); });
+}
+
 int64_t step() { return STEP; }
 
 void pack(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t format, float* out) {
@@ -379,21 +447,10 @@ void pack(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, 
 }
 
 void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
-  switch (p->format) {
-    case INT8: return product<OfInt8>(*p, begin, end);
-    case INT4: return p->zero == nullptr ? product<OfInt4>(*p, begin, end) : product<OfInt4WithZero>(*p, begin, end);
-    case NF4: return product<OfNf4>(*p, begin, end);
-    case FP4_E2M1: return product<OfFp4>(*p, begin, end);
-    case FP8_E4M3FN: return product<OfE4m3>(*p, begin, end);
-    case FP8_E5M2: return product<OfE5m2>(*p, begin, end);
-    case Q8_0: return product<OfQ8_0>(*p, begin, end);
-    case Q4_0: return product<OfQ4_0>(*p, begin, end);
-    case Q4_K: return product<OfQ4K>(*p, begin, end);
-    case Q6_K: return product<OfQ6K>(*p, begin, end);
-  }
+  visit(*p, [&](auto format) { product<decltype(format)>(*p, begin, end); });
 }
 
 }  // namespace
 
 extern const QuantizedFunctions EASYTORCH_NAME(quantized);
-const QuantizedFunctions EASYTORCH_NAME(quantized) = {step, pack, run};
+const QuantizedFunctions EASYTORCH_NAME(quantized) = {step, pack, run, decode};

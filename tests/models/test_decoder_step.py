@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import easytorch
+import easytorch.protocol.quantization
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.decoder_step import cpu
 from easytorch.layers import attention
@@ -119,6 +120,17 @@ def test_generation_gives_the_tokens_of_the_modules(family: str, settings: dict[
             attending = one.model.layer_types.count("full_attention")
         assert calls["attention_step"] == attending * (new - 1) * attends
         assert calls["feed_forward_step"] == LAYERS * (new - 1) * feeds
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4", "affine"])
+def test_quantized_layers_are_in_the_step(format: str) -> None:
+    one = easytorch.protocol.quantization.quantize(model(), format)
+    with by_modules():
+        expected = logits_of(one, DynamicCache(config=one.config))
+    with counted() as calls:
+        got = logits_of(one, DynamicCache(config=one.config))
+    assert calls == {"attention_step": 6 * LAYERS, "feed_forward_step": 6 * LAYERS}
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -27,7 +27,7 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
     output, tables = ones(2, 5, 4, 6), (torch.tensor([5]), torch.tensor([[0, 1]]), torch.tensor([0, 3]))
     half = ones(2, 5, 6, dtype=torch.bfloat16)
     step, weight, no_angles = ones(2, 1, 6), ones(6, 6), (ones(1, 1, 0), ones(1, 1, 0))
-    projections = (weight, NONE) * 3
+    dense = (weight, NONE, NONE.int(), NONE.byte(), -1, 0, 0)
     gates, codes = ones(2, 5, 4), ones(3, 32, dtype=torch.int8)
     cache = ones(2, 2, 4, 3)
     return [
@@ -48,10 +48,10 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("decode", (ones(2, 4, 1, 8), ones(2, 2, 5, 8), ones(2, 2, 5, 6), None, *plain, TOP)),
         ("ragged_page", (ones(3, 4, 8), ones(2, 4, 2, 8), ones(2, 4, 2, 6), *tables, *AttentionCall(right=0), 9, TOP)),
         ("attention_step", (
-            step, ones(6), *projections, weight, NONE, NONE, NONE, *no_angles, cache, cache.clone(), *plain,
+            step, ones(6), *dense * 4, NONE, NONE, *no_angles, cache, cache.clone(), *plain,
             1e-5, 1e-5, 0, 1, 2, 1, TOP,
         )),
-        ("feed_forward_step", (step, ones(6), *projections, 1e-5, 0, 1, TOP)),
+        ("feed_forward_step", (step, ones(6), *dense * 3, 1e-5, 0, 1, TOP)),
         ("causal_conv1d", (x, ones(6, 4), NONE, NONE, NO_IDS, True, TOP)),
         ("ssm1", (x, x, ones(6, 3), ones(2, 5, 3), ones(2, 5, 3), NONE, NONE, NONE, NONE, NO_IDS, True, TOP)),
         ("ssm2", (

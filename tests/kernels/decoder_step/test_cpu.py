@@ -12,9 +12,17 @@ from torch import Tensor
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decoder_step import cpu, native
-from easytorch.kernels.decoder_step.native import AttentionWeights, FeedForwardWeights, Projection, Slot
+from easytorch.kernels.decoder_step.native import (
+    AttentionWeights,
+    FeedForwardWeights,
+    Projection,
+    QuantizedProjection,
+    Slot,
+)
+from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
+from tests.kernels.quantized_matmul.blocks import random_blocks
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,6 +150,67 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, monkeypatch: p
             results.append((attended(cpu, given), given.slot.keys, cpu.feed_forward_step(given.x, given.feed_forward)))
         for result in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def coded(weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedProjection:
+    data, scale_bits = guarded(weight.data.view(torch.uint8)), guarded(weight.scale.view(torch.int32))
+    return QuantizedProjection(
+        data, scale_bits, weight.zero, bias, weight.format, weight.shape[1], weight.group_size
+    )  # fmt: skip
+
+
+def of_codes(rows: int, seed: int, dtype: torch.dtype) -> Inputs:
+    """Projections of one input in formats of their own, one of them dense."""
+    case = Case(rows, 256, 4, 2, 64, 256, 30, 0, 20, 21, bias=True, turned=64)
+    given = mapped(inputs(case, seed), lambda tensor: guarded(tensor.to(dtype)))
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    attention, feed = given.attention, given.feed_forward
+    zeros = quantize(draw(256, 256) / 16 + 0.05, "int4", 64, symmetric=False)
+    attention = attention._replace(
+        query=coded(random_blocks("q4_k", 256, 256, seed), attention.query.bias),
+        key=coded(random_blocks("q6_k", 128, 256, seed)),
+        value=coded(random_blocks("q4_k", 128, 256, seed + 1)),
+        output=coded(zeros),
+    )
+    feed = feed._replace(
+        gate=coded(quantize(draw(256, 256) / 16, "int8", 32), feed.gate.bias),
+        down=coded(random_blocks("q8_0", 256, 256, seed)),
+    )
+    return given._replace(attention=attention, feed_forward=feed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+def test_steps_of_quantized_weights_are_the_definitions(level: int, dtype: torch.dtype) -> None:
+    for rows in (1, 3, 7):
+        given = of_codes(rows, level, dtype)
+        exact = mapped(given, lambda tensor: tensor.double())
+        error = relative_rms_error(attended(cpu, given, level=level), attended(native, exact))
+        assert error <= TOLERANCE[dtype]
+        fed = cpu.feed_forward_step(given.x, given.feed_forward, level=level)
+        assert relative_rms_error(fed, native.feed_forward_step(exact.x, exact.feed_forward)) <= TOLERANCE[dtype]
+        given.x[-1, 0, 5] = float("nan")
+        fed = cpu.feed_forward_step(given.x, given.feed_forward, level=level)
+        assert fed[-1].isnan().all() and fed[:-1].isfinite().all()
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    good = of_codes(1, 0, torch.float32)
+    key: Any = good.attention.key
+    for changed in (
+        key._replace(codes=key.codes[:, :-1].clone()),
+        key._replace(codes=key.codes[:-1].clone()),
+        key._replace(codes=key.codes.float()),
+        key._replace(columns=512),
+        key._replace(scale_bits=key.scale_bits.expand(128, 1).clone()),
+        key._replace(scale_bits=key.scale_bits.double()),
+        key._replace(format="q4_k"),
+        key._replace(zero=torch.zeros(1, 1, dtype=torch.uint8)),
+        key._replace(bias=torch.zeros(127)),
+        key._replace(group_size=0),
+    ):
+        with pytest.raises(RuntimeError, match="easytorch"):
+            attended(cpu, good._replace(attention=good.attention._replace(key=changed)))
 
 
 def test_a_cache_of_any_layout() -> None:

@@ -58,7 +58,9 @@ def test_every_format_and_number_of_rows(level: int, format: str) -> None:
                         given.double(), weight, None if added is None else added.double()
                     )
                     error = relative_rms_error(cpu.run(given, weight, added, level), expected)
-                    assert error <= TOLERANCE[dtype] / 2, f"{rows} rows of {dtype}, {weight.shape}: {error}"
+                    # of more rows the weight is rounded to bfloat16, as ATen's path does
+                    limit = TOLERANCE[dtype] / (1 if rows > 4 and dtype == torch.bfloat16 else 2)
+                    assert error <= limit, f"{rows} rows of {dtype}, {weight.shape}: {error}"
 
 
 @needs_library
@@ -108,6 +110,27 @@ def test_bfloat16_rows_meet_every_code_and_infinities(format: str) -> None:
     one = quantize(torch.randn(5, columns, generator=torch.Generator().manual_seed(0)), format, 64)
     expected = native.quantized_matmul(infinite.double(), one).bfloat16()
     torch.testing.assert_close(cpu.run(infinite, one, None, library.BEST), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
+def test_rows_become_integers_of_enough_bits(dtype: torch.dtype) -> None:
+    """Outliers beside small numbers, rows of a range of their own, steps and rows of zeros and of tiny numbers."""
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize(torch.randn(40, 512, generator=generator), "int8", 64)
+    x = torch.randn(4, 512, generator=generator)
+    x[0, 7] = 3e3
+    x[1, :128] *= 2.0**-12
+    x[2, 128:] = 0.0
+    x[3] = 0.0
+    tiny = x * (1.0 if dtype == torch.float16 else 2.0**-110)
+    for given in (x.to(dtype), tiny.to(dtype), x[3:].to(dtype)):
+        together = cpu.run(given, weight, None, library.BEST)
+        for number, row in enumerate(given):  # each by itself: a large row hides a small one
+            expected = native.quantized_matmul(row[None].double(), weight)
+            for got in (cpu.run(row[None], weight, None, library.BEST), together[number : number + 1]):
+                error = relative_rms_error(got, expected)
+                assert error <= TOLERANCE[dtype] / 2, f"row {number}: {error}"
 
 
 @needs_library

@@ -48,7 +48,9 @@ def test_products_on_every_instruction_set(level: int, format: str) -> None:
             for dtype in cpu.DTYPES:
                 expected = native.quantized_matmul(x.to(dtype).double(), weight, bias.double())
                 error = relative_rms_error(cpu.run(x.to(dtype), weight, bias, level), expected)
-                assert error <= TOLERANCE[dtype] / 2, f"{rows} rows of {dtype}, {weight.shape}: {error}"
+                # of more rows the weight is rounded to bfloat16, as ATen's path does
+                limit = TOLERANCE[dtype] / (1 if rows > 4 and dtype == torch.bfloat16 else 2)
+                assert error <= limit, f"{rows} rows of {dtype}, {weight.shape}: {error}"
     # each column alone
     weight = random_blocks(format, 3, BLOCKS[format].columns, level)
     found = cpu.run(torch.eye(weight.shape[1]), weight, None, level)

@@ -1,0 +1,355 @@
+// Products of few rows with integer codes, by dot products of bytes: x is rounded to integers of two or three bytes.
+#include "cpu_integers.h"
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+
+constexpr int MOST_ROWS_OF_X = 4;
+// How far ahead codes are prefetched.
+constexpr int64_t AHEAD = 2048;
+
+inline __m512i low_bits(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi8(15)); }
+inline __m512i high_bits(__m512i words) { return low_bits(_mm512_srli_epi16(words, 4)); }
+inline __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+inline __m512i joined(__m256i lower, __m256i upper) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(lower), upper, 1);
+}
+// Lane i: number `first + i / lanes * step`.
+template <int LANES>
+inline __m512i spread_pattern(int first, int step = 1) {
+  alignas(64) int32_t lanes[WIDTH];
+  for (int i = 0; i < WIDTH; ++i) lanes[i] = first + i / LANES * step;
+  return _mm512_load_si512(lanes);
+}
+
+// A format's `Row` gives the codes of a step as unsigned bytes, VECTORS of them, and what each lane of their sums is
+// multiplied by; SHIFTED ones also what the sums of x are multiplied by.
+
+// Scales beside the codes, by groups of columns.
+template <StepShape const& SHAPE_, bool HAS_ZERO>
+struct Grouped {
+  static constexpr StepShape SHAPE = SHAPE_;
+  static constexpr bool SHIFTED = HAS_ZERO;
+  static constexpr float FACTOR = SHAPE.offset == 12 ? 0.5f : 1.0f;
+  static constexpr int VECTORS = 2;
+
+  explicit Grouped(const QuantizedProduct& p) : p(p) {
+    const int64_t steps = (p.k + SHAPE.columns - 1) / SHAPE.columns;
+    size = p.groups == 1 ? steps * SHAPE.columns : p.group_size;
+    of_step = size < SHAPE.columns ? SHAPE.columns / size : 1;
+    of_group = size < SHAPE.columns ? 1 : size / SHAPE.columns;
+    stored = SHAPE.order == ODD_THEN_EVEN ? (p.k + 1) / 2 : p.k;
+    const int blocks = static_cast<int>(size < SHAPE.columns ? size / 32 : 4);  // of 32 columns in a group
+    alignas(64) int32_t lanes[2][WIDTH];
+    for (int v = 0; v < 2; ++v)
+      for (int i = 0; i < WIDTH; ++i) lanes[v][i] = (SHAPE.order == ODD_THEN_EVEN ? i / 4 : 2 * v + i / 8) / blocks;
+    for (int v = 0; v < 2; ++v) patterns[v] = _mm512_load_si512(lanes[v]);
+  }
+
+  struct Row {
+    Row(const Grouped& of, int64_t n)
+        : of(of), codes(of.p.data + n * of.p.row_bytes), scales(of.p.scale + n * of.p.scale_stride),
+          zeros(HAS_ZERO ? of.p.zero + n * of.p.scale_stride : nullptr), until(of.of_group) {}
+
+    inline void load(int64_t step, __m512i* out, Floats* scale, Floats* shift) {
+      constexpr int64_t BYTES = SHAPE.order == ODD_THEN_EVEN ? 64 : 128;
+      const uint8_t* const at = codes + step * BYTES;
+      const int64_t rest = of.stored - step * BYTES;
+      for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(at + i + AHEAD, 0, 3);
+      if (SHAPE.order == ODD_THEN_EVEN) {
+        const __m512i words =
+            rest >= 64 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8((1ull << rest) - 1, at);
+        out[0] = low_bits(words), out[1] = high_bits(words);
+        if (SHAPE.offset == 12) {  // twice the numbers of FP4_LEVELS and 12
+          const __m512i levels = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+          for (int v = 0; v < 2; ++v) out[v] = _mm512_shuffle_epi8(levels, out[v]);
+        }
+      } else {
+        const __m512i sign = _mm512_set1_epi8(-128);
+        const uint64_t lower = rest >= 64 ? ~0ull : (1ull << rest) - 1;
+        const uint64_t upper = rest >= 128 ? ~0ull : rest > 64 ? (1ull << (rest - 64)) - 1 : 0;
+        out[0] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(lower, at), sign);
+        out[1] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(upper, at + 64), sign);
+      }
+      if (of.of_step == 1) {
+        scale[0] = scale[1] = broadcast(scales[group]);
+        if (HAS_ZERO) *shift = multiply(scale[0], broadcast(-static_cast<float>(zeros[group])));
+      } else {
+        const int64_t left = of.p.groups - group < of.of_step ? of.p.groups - group : of.of_step;
+        const __mmask16 some = static_cast<__mmask16>((1u << left) - 1);
+        const Floats numbers = _mm512_maskz_loadu_ps(some, scales + group);
+        for (int v = 0; v < 2; ++v) scale[v] = _mm512_permutexvar_ps(of.patterns[v], numbers);
+        if (HAS_ZERO) {
+          const __m512i offsets = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, zeros + group));
+          const Floats shifts = multiply(numbers, multiply(broadcast(-1.0f), _mm512_cvtepi32_ps(offsets)));
+          *shift = _mm512_permutexvar_ps(of.patterns[0], shifts);
+        }
+      }
+      if (--until == 0) until = of.of_group, group += of.of_step;
+    }
+
+    const Grouped& of;
+    const uint8_t* const codes;
+    const float* const scales;
+    const uint8_t* const zeros;
+    int64_t until, group = 0;
+  };
+
+  const QuantizedProduct& p;
+  int64_t size, of_step, of_group, stored;
+  __m512i patterns[2];
+};
+
+// llama.cpp's blocks; see gguf_blocks.py.
+alignas(64) constexpr uint8_t NO_BLOCK[64] = {};
+
+inline uint16_t half_bits(const uint8_t* p) {
+  uint16_t bits;
+  memcpy(&bits, p, sizeof bits);
+  return bits;
+}
+
+// Four blocks of 32 columns, BYTES each, with a float16 before their codes; beyond the row's end they are zeros.
+template <int BYTES>
+struct FourBlocks {
+  FourBlocks(const uint8_t* row, int64_t step, int64_t blocks) {
+    const uint8_t* const first = row + step * 4 * BYTES;
+    const int64_t left = blocks - step * 4;
+    for (int i = 0; i < 4; ++i) at[i] = i < left ? first + i * BYTES : NO_BLOCK;
+    for (int i = 0; i < 4 * BYTES; i += 64) __builtin_prefetch(first + i + AHEAD, 0, 3);
+  }
+  // Their scales, in the first lanes.
+  inline Floats scales() const {
+    const uint64_t lower = half_bits(at[0]) | static_cast<uint32_t>(half_bits(at[1])) << 16;
+    const uint64_t upper = half_bits(at[2]) | static_cast<uint32_t>(half_bits(at[3])) << 16;
+    return _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi64_si128(static_cast<int64_t>(lower | upper << 32))));
+  }
+  const uint8_t* at[4];
+};
+
+struct OfQ8_0 {
+  static constexpr StepShape SHAPE = SHAPE_OF_INT8;
+  static constexpr bool SHIFTED = false;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int VECTORS = 2;
+  explicit OfQ8_0(const QuantizedProduct& p) : p(p), patterns{spread_pattern<8>(0), spread_pattern<8>(2)} {}
+  struct Row {
+    Row(const OfQ8_0& of, int64_t n) : of(of), codes(of.p.data + n * of.p.row_bytes) {}
+    inline void load(int64_t step, __m512i* out, Floats* scale, Floats*) {
+      const FourBlocks<34> blocks(codes, step, of.p.k / 32);
+      const __m512i sign = _mm512_set1_epi8(-128);
+      const Floats scales = blocks.scales();
+      for (int v = 0; v < 2; ++v) {
+        out[v] = _mm512_xor_si512(joined(load32(blocks.at[2 * v] + 2), load32(blocks.at[2 * v + 1] + 2)), sign);
+        scale[v] = _mm512_permutexvar_ps(of.patterns[v], scales);
+      }
+    }
+    const OfQ8_0& of;
+    const uint8_t* const codes;
+  };
+  const QuantizedProduct& p;
+  const __m512i patterns[2];
+};
+
+struct OfQ4_0 {
+  static constexpr StepShape SHAPE = SHAPE_OF_Q4_0;
+  static constexpr bool SHIFTED = false;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int VECTORS = 2;
+  explicit OfQ4_0(const QuantizedProduct& p) : p(p), pattern(spread_pattern<4>(0)) {}
+  struct Row {
+    Row(const OfQ4_0& of, int64_t n) : of(of), codes(of.p.data + n * of.p.row_bytes) {}
+    inline void load(int64_t step, __m512i* out, Floats* scale, Floats*) {
+      const FourBlocks<18> blocks(codes, step, of.p.k / 32);
+      const __m512i words = joined(_mm256_set_m128i(load16(blocks.at[1] + 2), load16(blocks.at[0] + 2)),
+                                   _mm256_set_m128i(load16(blocks.at[3] + 2), load16(blocks.at[2] + 2)));
+      out[0] = low_bits(words), out[1] = high_bits(words);
+      scale[0] = scale[1] = _mm512_permutexvar_ps(of.pattern, blocks.scales());
+    }
+    const OfQ4_0& of;
+    const uint8_t* const codes;
+  };
+  const QuantizedProduct& p;
+  const __m512i pattern;
+};
+
+struct OfQ4K {
+  static constexpr StepShape SHAPE = SHAPE_OF_Q4_K;
+  static constexpr bool SHIFTED = true;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int VECTORS = 4;
+  explicit OfQ4K(const QuantizedProduct& p)
+      : p(p), patterns{spread_pattern<8>(0, 2), spread_pattern<8>(1, 2), spread_pattern<8>(4, 2), spread_pattern<8>(5, 2)},
+        of_both(spread_pattern<8>(0)) {}
+  struct Row {
+    Row(const OfQ4K& of, int64_t n) : of(of), codes(of.p.data + n * of.p.row_bytes) {}
+    inline void load(int64_t step, __m512i* out, Floats* scale, Floats* shift) {
+      const uint8_t* const block = codes + step * 144;
+      for (int i = 0; i < 144; i += 64) __builtin_prefetch(block + i + AHEAD, 0, 3);
+      uint32_t words[3], both;
+      memcpy(words, block + 4, sizeof words);
+      memcpy(&both, block, sizeof both);
+      const uint32_t scales_low = words[0] & 0x3f3f3f3fu, minima_low = words[1] & 0x3f3f3f3fu;
+      const uint32_t scales_high = (words[2] & 0x0f0f0f0fu) | (words[0] >> 6 & 0x03030303u) << 4;
+      const uint32_t minima_high = (words[2] >> 4 & 0x0f0f0f0fu) | (words[1] >> 6 & 0x03030303u) << 4;
+      const __m128i eight_of_each = _mm_set_epi64x(static_cast<int64_t>(minima_low | static_cast<uint64_t>(minima_high) << 32),
+                                                   static_cast<int64_t>(scales_low | static_cast<uint64_t>(scales_high) << 32));
+      // d and, the other sign, dmin
+      const Floats of_block = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(both ^ 0x80000000u))));
+      *shift = multiply(_mm512_permutexvar_ps(of.of_both, of_block),
+                        _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(eight_of_each)));
+      for (int v = 0; v < 4; ++v) scale[v] = _mm512_permutexvar_ps(of.patterns[v], *shift);
+      for (int v = 0; v < 4; v += 2) {
+        const __m512i some = _mm512_loadu_si512(block + 16 + 32 * v);
+        out[v] = low_bits(some), out[v + 1] = high_bits(some);
+      }
+    }
+    const OfQ4K& of;
+    const uint8_t* const codes;
+  };
+  const QuantizedProduct& p;
+  const __m512i patterns[4], of_both;
+};
+
+struct OfQ6K {
+  static constexpr StepShape SHAPE = SHAPE_OF_Q6_K;
+  static constexpr bool SHIFTED = false;
+  static constexpr float FACTOR = 1.0f;
+  static constexpr int VECTORS = 4;
+  explicit OfQ6K(const QuantizedProduct& p)
+      : p(p), patterns{spread_pattern<4>(0), spread_pattern<4>(4), spread_pattern<4>(8), spread_pattern<4>(12)},
+        left(joined(_mm256_set1_epi16(4), _mm256_set1_epi16(2))), right(joined(_mm256_set1_epi16(0), _mm256_set1_epi16(2))) {}
+  struct Row {
+    Row(const OfQ6K& of, int64_t n) : of(of), codes(of.p.data + n * of.p.row_bytes) {}
+    inline void load(int64_t step, __m512i* out, Floats* scale, Floats*) {
+      const uint8_t* const block = codes + step * 210;
+      for (int i = 0; i < 210; i += 64) __builtin_prefetch(block + i + AHEAD, 0, 3);
+      const Floats d = broadcast(float16_to_float(half_bits(block + 208)));
+      const Floats scales = multiply(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(block + 192))));
+      for (int v = 0; v < 4; ++v) scale[v] = _mm512_permutexvar_ps(of.patterns[v], scales);
+      const __m512i two_bits = _mm512_set1_epi8(0x30);
+      for (int half = 0; half < 2; ++half) {
+        const __m512i lower = _mm512_loadu_si512(block + 64 * half);
+        const __m512i upper = _mm512_broadcast_i64x4(load32(block + 128 + 32 * half));
+        // a | (b & c)
+        out[2 * half] = _mm512_ternarylogic_epi32(low_bits(lower), _mm512_sllv_epi16(upper, of.left), two_bits, 0xf8);
+        out[2 * half + 1] = _mm512_ternarylogic_epi32(high_bits(lower), _mm512_srlv_epi16(upper, of.right), two_bits, 0xf8);
+      }
+    }
+    const OfQ6K& of;
+    const uint8_t* const codes;
+  };
+  const QuantizedProduct& p;
+  const __m512i patterns[4], left, right;
+};
+
+// The sums of the products of a vector of codes and of x, as integers.
+template <int BYTES, bool HAS_OFFSET>
+inline __m512i dot(__m512i codes, const char* x) {
+  __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, _mm512_loadu_si512(x + 64 * (BYTES - 1)));
+#pragma GCC unroll 2
+  for (int part = BYTES - 2; part > 0; --part) {
+    sums = _mm512_dpbusd_epi32(_mm512_slli_epi32(sums, 8), codes, _mm512_loadu_si512(x + 64 * part));
+  }
+  if (!HAS_OFFSET) return _mm512_dpbusd_epi32(_mm512_slli_epi32(sums, 8), codes, _mm512_loadu_si512(x));
+  const __m512i lowest = _mm512_dpbusd_epi32(_mm512_loadu_si512(x + 64 * BYTES), codes, _mm512_loadu_si512(x));
+  return _mm512_add_epi32(lowest, _mm512_slli_epi32(sums, 8));
+}
+
+template <class Format, int BYTES, int MR>
+void rows_of_x(const QuantizedProduct& p, int64_t first, int64_t begin, int64_t end) {
+  constexpr StepShape SHAPE = Format::SHAPE;
+  constexpr int64_t SIZE = SHAPE.size(BYTES), OF_VECTOR = SHAPE.bytes_of_vector(BYTES);
+  const int64_t steps = (p.k + SHAPE.columns - 1) / SHAPE.columns;
+  const char* const rows = static_cast<const char*>(p.x) + first * SIZE;
+  const float* const factors = reinterpret_cast<const float*>(static_cast<const char*>(p.x) + steps * p.m * SIZE) + first;
+  const Format format(p);
+  for (int64_t n = begin; n < end; ++n) {
+    typename Format::Row row(format, n);
+    Floats totals[MR];
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; ++i) totals[i] = zeros();
+#pragma GCC unroll 1
+    for (int64_t step = 0; step < steps; ++step) {
+      __m512i codes[Format::VECTORS];
+      Floats scale[Format::VECTORS], shift;
+      row.load(step, codes, scale, &shift);
+#pragma GCC unroll 4
+      for (int i = 0; i < MR; ++i) {
+        const char* const x = rows + (step * p.m + i) * SIZE;
+        Floats part = zeros();
+        if (Format::SHIFTED) part = multiply(shift, load(reinterpret_cast<const float*>(x + Format::VECTORS * OF_VECTOR)));
+#pragma GCC unroll 4
+        for (int v = 0; v < Format::VECTORS; ++v) {
+          constexpr bool ADDED = SHAPE.offset != 0 && !Format::SHIFTED;
+          const Floats sums = _mm512_cvtepi32_ps(dot<BYTES, ADDED>(codes[v], x + v * OF_VECTOR));
+          part = multiply_add(sums, scale[v], part);
+        }
+        totals[i] = multiply_add(part, broadcast(factors[step * p.m + i]), totals[i]);
+      }
+    }
+    const float added = p.bias == nullptr ? 0.0f : load_number(p.bias, n, p.bias_dtype);
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; ++i) {
+      store_number(p.y, (first + i) * p.n + n, p.y_dtype, sum(totals[i]) * Format::FACTOR + added);
+    }
+  }
+}
+
+template <class Format, int BYTES>
+void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
+  switch (p.m) {
+    case 1: return rows_of_x<Format, BYTES, 1>(p, 0, begin, end);
+    case 2: return rows_of_x<Format, BYTES, 2>(p, 0, begin, end);
+    case 3: return rows_of_x<Format, BYTES, 3>(p, 0, begin, end);
+    case 4: return rows_of_x<Format, BYTES, 4>(p, 0, begin, end);
+  }
+}
+
+template <int BYTES>
+void of_format(const QuantizedProduct& p, int64_t begin, int64_t end) {
+  switch (p.format) {
+    case INT8: return product<Grouped<SHAPE_OF_INT8, false>, BYTES>(p, begin, end);
+    case INT4:
+      return p.zero == nullptr ? product<Grouped<SHAPE_OF_INT4, false>, BYTES>(p, begin, end)
+                               : product<Grouped<SHAPE_OF_INT4, true>, BYTES>(p, begin, end);
+    case FP4_E2M1: return product<Grouped<SHAPE_OF_FP4, false>, BYTES>(p, begin, end);
+    case Q8_0: return product<OfQ8_0, BYTES>(p, begin, end);
+    case Q4_0: return product<OfQ4_0, BYTES>(p, begin, end);
+    case Q4_K: return product<OfQ4K, BYTES>(p, begin, end);
+    case Q6_K: return product<OfQ6K, BYTES>(p, begin, end);
+  }
+}
+
+bool takes(int64_t format, int32_t, int64_t m, int64_t group_size, int64_t groups) {
+  if (m > MOST_ROWS_OF_X || format == NF4 || format == FP8_E4M3FN || format == FP8_E5M2) return false;
+  return format >= Q8_0 || groups == 1 || group_size == 32 || group_size == 64 || group_size % 128 == 0;
+}
+
+int64_t bytes(int64_t format, int32_t dtype, int64_t m, int64_t k) {
+  return packed_size(shape_of(format), most_bytes_of(dtype), m, k);
+}
+
+bool pack(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t i, int64_t format, void* out) {
+  return pack_integers(row, stride, dtype, k, m, i, shape_of(format), out);
+}
+
+void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
+  most_bytes_of(p->x_dtype) == 2 ? of_format<2>(*p, begin, end) : of_format<3>(*p, begin, end);
+}
+
+#else
+
+bool takes(int64_t, int32_t, int64_t, int64_t, int64_t) { return false; }
+int64_t bytes(int64_t, int32_t, int64_t, int64_t) { return 0; }
+bool pack(const void*, int64_t, int32_t, int64_t, int64_t, int64_t, int64_t, void*) { return false; }
+void run(const QuantizedProduct*, int64_t, int64_t) {}
+
+#endif
+
+}  // namespace
+
+extern const CodesFunctions EASYTORCH_NAME(integer_codes);
+const CodesFunctions EASYTORCH_NAME(integer_codes) = {takes, bytes, pack, run};
