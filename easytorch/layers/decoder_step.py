@@ -145,7 +145,7 @@ def _attention_weights(norm: nn.Module, module: Any, x: Tensor, normalized: bool
         return None
     if not (cpu.takes_product(x, query, key, value) and cpu.takes_product(x, output)):
         return None
-    if (query.weight if type(query) is Projection else query.codes).shape[0] != module.num_heads * dim:
+    if (query.weight if isinstance(query, Projection) else query.codes).shape[0] != module.num_heads * dim:
         return None
     eps: Any = norm.variance_epsilon
     if not normalized:

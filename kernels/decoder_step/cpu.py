@@ -19,6 +19,7 @@ from easytorch.kernels.decoder_step.native import (
     AttentionWeights,
     FeedForwardWeights,
     Projection,
+    QuantizedProjection,
     Slot,
 )
 from easytorch.kernels.linear import preference
@@ -62,7 +63,7 @@ def takes_product(x: Tensor, *projections: AnyProjection) -> bool:
         bias = one.bias
         if bias is not None and (bias.dtype is not dtype or not bias.is_cpu or not bias.is_contiguous()):
             return False
-        if type(one) is not Projection:
+        if isinstance(one, QuantizedProjection):
             if not quantized.takes_codes(one.codes, one.scale_bits, one.zero, one.group_size):
                 return False
             numbers += one.codes.shape[0] * one.columns
@@ -126,7 +127,7 @@ def _flat(none: Tensor, *projections: AnyProjection) -> list[Any]:
     fields: list[Any] = []
     for one in projections:
         bias = none if one.bias is None else one.bias
-        if type(one) is Projection:
+        if isinstance(one, Projection):
             fields += (one.weight, bias, _NO_SCALE, _NO_ZERO, _DENSE, 0, 0)
         else:
             zero = _NO_ZERO if one.zero is None else one.zero
