@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
-from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling
+from transformers.modeling_outputs import BackboneOutput, BaseModelOutput, BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import pair
-from easytorch.layers.tower import LayerScale, TowerEncoder, TowerLayer
+from easytorch.layers.tower import LayerScale, TowerLayer, through
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -25,8 +25,22 @@ else:
     _Base = object  # the family's `PreTrainedModel` stands behind it in the bases
 
 
-class DinoEncoder(TowerEncoder):
-    layers_name = "layer"
+class DinoEncoder(_Base):
+    """The layers, a model of their own as in transformers: the `base_model` of DINOv3, which is saved and loaded."""
+
+    layer_class: ClassVar[type[TowerLayer]]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+        self.post_init()
+
+    @can_return_tuple  # and captures nothing, which would take it from the model around it
+    def forward(
+        self, hidden_states: torch.Tensor, states: list[torch.Tensor] | None = None, **kwargs: Any
+    ) -> BaseModelOutput:
+        """hidden_states (B, T, D) -> last_hidden_state (B, T, D); each layer's output is appended to states."""
+        return BaseModelOutput(last_hidden_state=through(self.layer, hidden_states, states=states, **kwargs))
 
 
 @torch.no_grad()
@@ -48,7 +62,7 @@ class DinoBackbone(_Base):
     """
 
     embeddings_class: ClassVar[type[Any]]
-    layer_class: ClassVar[type[TowerLayer]]
+    encoder_class: ClassVar[type[DinoEncoder]]
     encoder_name: ClassVar[str] = "encoder"
     norm_name: ClassVar[str] = "layernorm"
     has_pooler: ClassVar[bool] = False
@@ -61,7 +75,7 @@ class DinoBackbone(_Base):
     def add_modules(self, config: Any) -> None:
         """The submodules, in transformers' order, which optimizer states depend on."""
         self.embeddings = self.embeddings_class(config)
-        setattr(self, self.encoder_name, DinoEncoder(config, self.layer_class))
+        setattr(self, self.encoder_name, self.encoder_class(config))
         setattr(self, self.norm_name, LayerNorm(config.hidden_size, eps=config.layer_norm_eps))
 
     def get_input_embeddings(self) -> nn.Module:
@@ -90,7 +104,9 @@ class DinoBackbone(_Base):
         kwargs |= self.context(hidden_states, pixel_values, attention_mask)
         if states is not None:
             states.append(hidden_states)
-        return getattr(self, self.encoder_name)(hidden_states, states=states, **kwargs)
+        encoded = getattr(self, self.encoder_name)(hidden_states, states=states, **kwargs | {"return_dict": True})
+        output: torch.Tensor = encoded.last_hidden_state
+        return output
 
     def normalized(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) by the final norm."""

@@ -10,7 +10,7 @@ from transformers import Dinov2Config
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
 
-from easytorch.layers.image_backbone import DinoBackbone, DinoFeatures, DinoModel, init_dino
+from easytorch.layers.image_backbone import DinoBackbone, DinoEncoder, DinoFeatures, DinoModel, init_dino
 from easytorch.layers.image_heads import ImageClassification
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.patches import masked_tokens, resized_positions
@@ -79,9 +79,13 @@ class Dinov2PreTrainedModel(NativeModel):
                 init.zeros_(module.mask_token)
 
 
+class Dinov2Encoder(DinoEncoder, Dinov2PreTrainedModel):
+    layer_class = Dinov2Layer
+
+
 class Dinov2Parts(DinoBackbone):
     embeddings_class = Dinov2Embeddings
-    layer_class = Dinov2Layer
+    encoder_class = Dinov2Encoder
 
     def context(
         self, hidden_states: torch.Tensor, pixel_values: torch.Tensor, attention_mask: torch.Tensor | None

@@ -12,7 +12,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BackboneOutput
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTBackboneOutput
 
-from easytorch.layers.image_backbone import DinoBackbone, DinoFeatures, DinoModel, init_dino
+from easytorch.layers.image_backbone import DinoBackbone, DinoEncoder, DinoFeatures, DinoModel, init_dino
 from easytorch.layers.mlp import GatedMLP, PlainMLP
 from easytorch.layers.patches import grid_of, masked_tokens, pair, patch_projection, patch_tokens
 from easytorch.layers.rotary import RotaryTables
@@ -118,9 +118,13 @@ class DINOv3ViTPreTrainedModel(NativeModel):
             init.zeros_(module.mask_token)
 
 
+class DINOv3ViTEncoder(DinoEncoder, DINOv3ViTPreTrainedModel):
+    layer_class = DINOv3ViTLayer
+
+
 class DINOv3ViTParts(DinoBackbone):
     embeddings_class = DINOv3ViTEmbeddings
-    layer_class = DINOv3ViTLayer
+    encoder_class = DINOv3ViTEncoder
     encoder_name, norm_name = "model", "norm"
 
     def add_modules(self, config: Any) -> None:

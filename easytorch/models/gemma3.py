@@ -50,11 +50,10 @@ class Gemma3MultiModalProjector(nn.Module):
         self.avg_pool = nn.AvgPool2d(kernel_size=self.pooled, stride=self.pooled)
 
     def forward(self, vision_outputs: torch.Tensor) -> torch.Tensor:
-        if self.pooled < 1 or (self.patches_per_image // self.pooled) ** 2 != self.tokens_per_image:
-            # here, as in transformers such a config still carries text
+        if self.pooled < 1:  # here, as in transformers such a config still carries text
             raise ValueError(
-                f"gemma3: config.mm_tokens_per_image={self.tokens_per_image} is no square of tokens that the "
-                f"{self.patches_per_image} x {self.patches_per_image} patches of an image can be pooled to"
+                f"gemma3: config.mm_tokens_per_image={self.tokens_per_image} is more tokens than the "
+                f"{self.patches_per_image} x {self.patches_per_image} patches of an image"
             )
         patches = vision_outputs.transpose(1, 2).unflatten(2, (self.patches_per_image, self.patches_per_image))
         pooled = self.avg_pool(patches.contiguous()).flatten(2).transpose(1, 2)

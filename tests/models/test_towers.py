@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 import easytorch
 from easytorch.layers import fused_linear
@@ -64,7 +65,7 @@ def test_auto_classes_make_native_towers(family) -> None:
             if head.endswith(ending):
                 assert type(getattr(easytorch, auto).from_config(row.config())).__name__ == head
     for part in made.modules() if family in TWO_TOWERS else ():
-        if isinstance(part, transformers.PreTrainedModel):
+        if isinstance(part, PreTrainedModel):
             assert isinstance(part, NativeModel)
 
 
@@ -90,6 +91,9 @@ def test_initial_weights_names_and_plans_are_those_of_transformers(family, head)
         made.append(getattr(source, head)(FAMILIES[family].config()))
     theirs, ours = (dict(model.named_parameters()) for model in made)
     assert list(ours) == list(theirs)
+    # the parts that are models, as a base_model that is saved by itself
+    parts = [[name for name, part in model.named_modules() if isinstance(part, PreTrainedModel)] for model in made]
+    assert parts[0] == parts[1]
     for name, weight in theirs.items():
         given, expected = (one.std(correction=0).item() for one in (ours[name], weight))
         assert (given == 0) == (expected == 0), name
