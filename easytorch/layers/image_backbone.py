@@ -137,8 +137,9 @@ class DinoModel(DinoBackbone):
 class DinoFeatures(BackboneMixin, DinoBackbone):
     """The feature maps of the stages in `config.out_features`: (B, D, rows, columns), or tokens."""
 
-    def add_modules(self, config: Any) -> None:
-        super().add_modules(config)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        # after transformers' BackboneMixin, which sets it to None
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
 
     def stage_tokens(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -234,6 +234,8 @@ def test_feature_maps_as_the_config_says(family, make_pair) -> None:
     head = next(head for head in FAMILIES[family].heads if head.endswith("Backbone"))
     for setting in ("apply_layernorm", "reshape_hidden_states"):
         pair = models(make_pair, family, head, out_indices=[1, 2], **{setting: False})
+        for name in ("num_features", "channels", "out_feature_channels", "stage_names", "out_features", "out_indices"):
+            assert getattr(pair[0], name) == getattr(pair[1], name), name
         with torch.no_grad():
             maps, expected = (model(image()).feature_maps for model in pair)
         assert len(maps) == len(expected) == 2
