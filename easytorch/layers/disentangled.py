@@ -88,8 +88,10 @@ class DisentangledSelfAttention(SelfAttention):
         if mask is None:
             return output, weights
         tokens = mask.transpose(2, 3)  # (B, 1, T, 1)
-        output = torch.where(tokens.transpose(1, 2), output, value.mean(2, keepdim=True).transpose(1, 2))
-        return output, None if weights is None else torch.where(tokens, weights, 1.0 / query.shape[2])
+        if weights is not None:  # the output is theirs, so that their gradients can be asked for
+            weights = torch.where(tokens, weights, 1.0 / query.shape[2])
+            return (weights @ value).transpose(1, 2), weights
+        return torch.where(tokens.transpose(1, 2), output, value.mean(2, keepdim=True).transpose(1, 2)), None
 
     def rows(self, length: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
         """The row of each distance between `length` tokens (T, T), counted from the first that one has; first and end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -126,6 +127,22 @@ def test_attentions_and_hidden_states_have_transformers_names_and_values(family,
         with torch.no_grad():
             assert_same(ours(**unpadded, **{name: True}), theirs(**unpadded, **{name: True}))
     assert isinstance(ours(**unpadded, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, row in FAMILIES.items() if row.attentions and name not in TWO_TOWERS]
+)
+def test_what_is_recorded_is_what_the_output_is_made_of(family, batch):
+    """Attentions and hidden states of a padded batch have gradients."""
+    head = FAMILIES[family].heads[0]
+    model = getattr(importlib.import_module(f"easytorch.models.{family}"), head)
+    model = model._from_config(FAMILIES[family].config(), attn_implementation="eager")
+    output = model(**inputs_for(head, batch), output_attentions=True, output_hidden_states=True)
+    recorded = [name for name in output if name.endswith(("attentions", "hidden_states")) and name[:5] != "image"]
+    asked = [one for name in recorded for one in output[name]]
+    output[0].double().square().mean().backward(inputs=[one for one in asked if one.requires_grad], retain_graph=True)
+    # the last state of an encoder is behind what is read of it
+    assert all(one.grad is not None for name in recorded for one in output[name][:-1])
 
 
 @pytest.mark.parametrize(
