@@ -19,7 +19,7 @@ from rich.table import Table
 import easytorch
 
 PACKAGES = (
-    "torch", "torch_xla", "jax", "jaxlib", "libtpu", "triton", "transformers", "tokenizers", "safetensors",
+    "torch", "torch_xla", "torch_tpu", "jax", "jaxlib", "libtpu", "triton", "transformers", "tokenizers", "safetensors",
     "accelerate", "peft", "numpy",
 )  # fmt: skip
 VARIABLES = (
@@ -120,19 +120,17 @@ def _cpu_model() -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Accelerators that torch and torch_xla see, and jax's devices."""
+    """Accelerators that torch, torch_xla and torch_tpu see, and jax's devices."""
     import torch
+
+    from easytorch import tpu_platform
 
     found = []
     gpu = "rocm" if torch.version.hip else "cuda"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(_device(gpu, properties.name, f"cuda:{index}, {properties.total_memory / 2**30:.1f} GiB"))
-    if importlib.util.find_spec("torch_xla"):
-        import torch_xla.runtime
-
-        kind, count = torch_xla.runtime.device_type(), torch_xla.runtime.addressable_device_count()
-        found.append(_device("tpu", f"{count} x {kind}", "torch_xla"))
+    found += [_device("tpu", devices, library) for devices, library in tpu_platform.describe()]
     if importlib.util.find_spec("jax"):
         import jax
 

@@ -96,17 +96,16 @@ def find_device(name: str) -> torch.device:
     """`name` as a device; "auto" is the GPU where there is one, else the CPU."""
     import torch
 
+    from easytorch import tpu_platform
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] == "xla":
-        import torch_xla
-
-        xla: torch.device = torch_xla.device()
-        return xla
+    if name.partition(":")[0] in tpu_platform.LIBRARIES:
+        return tpu_platform.find_device(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is not a device; give auto, cpu, cuda, cuda:1 or xla") from error
+        raise ValueError(f"{name!r} is not a device; give auto, cpu, cuda, cuda:1, xla or tpu") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name}: torch {torch.__version__} sees no GPU here; use --device cpu")
     return device

@@ -22,6 +22,7 @@ _EXPORTS = {
         "to_placements",
         "to_xla",
     ),
+    "easytorch.distributed.xla_spmd": ("shard_batch",),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
@@ -43,5 +44,6 @@ if TYPE_CHECKING:
     from easytorch.distributed.specs import to_jax as to_jax
     from easytorch.distributed.specs import to_placements as to_placements
     from easytorch.distributed.specs import to_xla as to_xla
+    from easytorch.distributed.xla_spmd import shard_batch as shard_batch
 
 __getattr__ = load_on_first_use(__name__, _HOME)

@@ -56,10 +56,17 @@ def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
     return {name: devices // named if given[name] == -1 else given[name] for name in AXES if name in given}
 
 
-def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> DeviceMesh:
-    """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `parse_axes` takes them."""
+def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Any:
+    """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `parse_axes` takes them.
+
+    device_type: "xla" is the torch_xla `Mesh` of all devices, over which this one process computes by SPMD.
+    """
     if not isinstance(axes, str | Mapping):
         raise TypeError(f"axes must be a text as 'fsdp=-1,tp=2', or a mapping of names to sizes, not {axes!r}")
+    if device_type == "xla":
+        from easytorch.distributed.xla_spmd import make_spmd_mesh
+
+        return make_spmd_mesh(axes)
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from easytorch.argument_types import check_types
+from easytorch.distributed import xla_spmd
 from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 
@@ -31,6 +32,8 @@ def shard_model(
     partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter decides how it is
     stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
     computation needs, the parameter is redistributed for each use: the results are the same.
+    Over a mesh of torch_xla (`make_mesh(axes, "xla")`) one process computes for all devices: the model moves to them,
+    and batches are to be divided by `shard_batch`. It supports dp, fsdp and tp.
     uneven: a dimension that does not divide over "tp", or experts over "ep", is an error ("error"), or its attention,
     feed-forward network, experts or embedding are replicated on every rank ("replicate").
     """
@@ -42,6 +45,10 @@ def shard_model(
         return model
     from torch.distributed.device_mesh import DeviceMesh
 
+    if xla_spmd.is_spmd_mesh(mesh):
+        _sizes_of(mesh)
+        xla_spmd.shard(model, mesh, partition_rules, replicate=uneven == "replicate")
+        return model
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"a mesh of {devices} devices must be a torch DeviceMesh, not {type(mesh).__name__}")
     sizes = _sizes_of(mesh)
@@ -76,6 +83,9 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
     """`model` with every parameter full on its device; those that are sharded are gathered, and tied ones stay tied."""
     _devices_of(mesh)
     specs_by_rules(model, partition_rules, mesh_axis_sizes(mesh) if mesh is not None else ())
+    if xla_spmd.mesh_of(model) is not None:
+        xla_spmd.gather(model)
+        return model
     if any(hasattr(module, "reshard") for module in model.modules()):
         from easytorch.distributed import fully_sharded
 
@@ -123,13 +133,21 @@ def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tens
 
 @check_types()
 def params_sharding(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
-    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh."""
+    """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh.
+
+    Over a mesh of torch_xla, which has no placements, its partition spec, `("fsdp", None)`.
+    """
+    if xla_spmd.mesh_of(model) is not None:
+        specs = xla_spmd.specs_of(model)
+        return {name: specs[name] for name, _ in model.named_parameters()}
     placements = {name: getattr(one, "placements", None) for name, one in model.named_parameters()}
     return {name: None if found is None else tuple(found) for name, found in placements.items()}
 
 
 def mesh_of(model: nn.Module) -> Any:
     """The device mesh that the model's parameters are sharded over, replicas included; None where none is."""
+    if (mesh := xla_spmd.mesh_of(model)) is not None:
+        return mesh
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
     if modules and not any(hasattr(one, "device_mesh") for one in model.parameters()):
         for module in modules:  # a forward without a backward leaves replicas as plain tensors
@@ -178,7 +196,9 @@ def _devices_of(mesh: Any) -> int:
             "a JAX mesh shards JAX arrays, not torch tensors; easytorch.distributed.make_mesh('fsdp=-1,tp=2') "
             "makes a DeviceMesh by the same axes"
         )
-    size = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
+    size: Any = mesh.size() if callable(getattr(mesh, "size", None)) else getattr(mesh, "size", None)
+    if xla_spmd.is_spmd_mesh(mesh):
+        size = int(size)  # numpy's
     if not isinstance(size, int):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
     return size

@@ -39,13 +39,13 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     size = ranks.size()
-    stored = _stored_dimensions(model, rules)
+    stored = stored_dimensions(model, rules)
     plan = {} if size == 1 else expanded_plan(model, "tp_plan")
     if not plan and not any(dim is not None for dim in stored.values()):
         raise NotImplementedError(
             f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
         )
-    plan = _dividing(model, plan, stored, size, replicate)
+    plan = dividing_plan(model, plan, stored, size, replicate)
     if replicate:
         stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
     # by the names that the model's modules and parameters have: a tied weight has one of its two
@@ -86,7 +86,7 @@ def undo(model: nn.Module) -> None:
     model.__dict__.update(_tp_size=None, _device_mesh=None)
 
 
-def _stored_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec]) -> dict[str, int | None]:
+def stored_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec]) -> dict[str, int | None]:
     """Parameter -> the dimension that its rule shards over the axis; both names of a tied weight, which must agree."""
     found = {
         name: next((dim for dim, axes in enumerate(spec) if AXIS in axis_names(axes)), None)
@@ -180,7 +180,7 @@ def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
     module.forward = call
 
 
-def _dividing(
+def dividing_plan(
     model: nn.Module, plan: dict[str, str], stored: Mapping[str, int | None], size: int, replicate: bool
 ) -> dict[str, str]:
     """The plan without the modules whose sizes do not divide over the ranks, which are an error without `replicate`."""

@@ -14,6 +14,7 @@ import torch
 
 from easytorch.generation.decoders import CausalLM, Decoder, DynamicDecoder, StaticDecoder, align_right
 from easytorch.generation.sampling import Sampler, SamplingConfig
+from easytorch.tpu_platform import is_lazy, sync
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def generate_tokens(
         pad_token_id = eos[0] if eos else 0
 
     device = next(model.parameters()).device
-    kind = cache or ("static" if device.type == "xla" else "dynamic")
+    kind = cache or ("static" if is_lazy(device) else "dynamic")
     if kind not in _DECODERS:
         raise ValueError(
             f"cache must be {' or '.join(map(repr, _DECODERS))}, or None to choose by device; got {cache!r}"
@@ -78,19 +79,11 @@ def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch
         with torch.no_grad():
             found = decoder.prompt() if tokens is None else decoder.step(tokens)
             tokens = sampler(found) if found.dim() == 2 else sampler.follow(found)
-        _run_graph(tokens.device)
+        sync(tokens.device)  # every step is the same program
         yield tokens.to(device)
         # reduced on the host: on xla it would be a program of its own
         if sampler.eos is not None and bool(sampler.finished.cpu().all()):
             return
-
-
-def _run_graph(device: torch.device) -> None:
-    """On xla, cuts the graph here, so that every step is the same program."""
-    if device.type == "xla":
-        import torch_xla
-
-        torch_xla.sync()
 
 
 def _check(model: CausalLM, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:

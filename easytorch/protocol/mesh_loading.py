@@ -13,9 +13,12 @@ from torch import nn
 
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.sharding import full_tensors, mesh_of, shard_model
+from easytorch.distributed.xla_spmd import is_spmd_mesh
 
 # Checkpoints whose weights are not read tensor by tensor into the parameters.
 _OTHERS = ("gguf_file", "quantization_config", "device_map", "distributed_config", "tp_plan", "tp_size")
+
+_QUANTIZED = "a mesh does not go with a quantized checkpoint: load it on one device"
 
 
 def class_over_mesh(model_class: Any, path: Any, mesh: Any, partition_rules: Any, kwargs: dict[str, Any]) -> Any:
@@ -34,15 +37,34 @@ def class_over_mesh(model_class: Any, path: Any, mesh: Any, partition_rules: Any
     sizes = mesh_axis_sizes(mesh)
     if not sizes:
         raise ValueError("the mesh's axes have no names: easytorch.distributed.make_mesh('fsdp=-1,tp=2') gives them")
+    if is_spmd_mesh(mesh):
+        return _class_by_spmd(model_class, mesh, partition_rules)
 
     def __init__(self: Any, *args: Any, **more: Any) -> None:
         model_class.__init__(self, *args, **more)
         if getattr(self.config, "quantization_config", None) is not None:
-            raise ValueError("a mesh does not go with a quantized checkpoint: load it on one device")
+            raise ValueError(_QUANTIZED)
         self.__class__ = model_class
         shard_model(self, partition_rules, mesh)
 
     return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
+
+
+def _class_by_spmd(model_class: Any, mesh: Any, partition_rules: Any) -> Any:
+    """`model_class` whose `from_pretrained` loads on the CPU and moves each weight to the devices of a torch_xla mesh,
+    one after the other: the one process reads for all of them."""
+
+    def from_pretrained(cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        loaded = model_class.from_pretrained(*args, output_loading_info=output_loading_info, **kwargs)
+        model, info = loaded if output_loading_info else (loaded, None)
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ValueError(_QUANTIZED)
+        shard_model(model, partition_rules, mesh)
+        return (model, info) if output_loading_info else model
+
+    load: Any = from_pretrained
+    methods = {"from_pretrained": classmethod(load), "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), methods)
 
 
 def is_sharded(model: Any) -> bool:
@@ -66,6 +88,8 @@ def save_sharded(model: nn.Module, save: Callable[..., Any], kwargs: dict[str, A
     import torch.distributed as dist
 
     mesh = mesh_of(model)
+    if is_spmd_mesh(mesh):
+        return save(state_dict=full_tensors(model), **kwargs)
     first = not any(mesh.get_coordinate())
     state = full_tensors(model, keep=first)
     result, error = None, None

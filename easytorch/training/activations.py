@@ -45,6 +45,13 @@ def checkpoint_activations(model: PreTrainedModel, config: TrainingConfig) -> No
         enable(settings, **({"every_n_layers": every} if every > 1 else {}))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{flag('activation_checkpointing')} {config.activation_checkpointing}: {error}") from error
+    if config.device == "xla":
+        # torch's own function: XLA would find that both computations are one, and keep its results
+        from torch_xla.utils.checkpoint import checkpoint
+
+        layers: list[Any] = [one for one in model.modules() if hasattr(one, "_gradient_checkpointing_func")]
+        for layer in layers:
+            layer._gradient_checkpointing_func = checkpoint
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -12,6 +12,7 @@ from typing import Any
 
 from easytorch.bridge.errors import nearest
 from easytorch.distributed.mesh import DATA, parse_axes
+from easytorch.tpu_platform import device_count
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -19,7 +20,7 @@ OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "muon": "Muon", "adafactor": "Ad
 TASKS = ("pretrain", "sft", "dpo")
 QUANTIZATIONS = ("nf4", "int8", "int4")
 CHECKPOINTING = ("none", "full", "selective")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "xla")
 ON_NONFINITE = ("stop", "skip")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
 MESH_AXES = (*DATA, "pp", "sp", "tp")
@@ -86,8 +87,8 @@ class TrainingConfig:
     block_size: tokens in a training sequence; documents are packed into blocks without padding.
     batch_size: sequences in one optimizer step, over all processes. It is divided among the
         processes, so their number does not change the training.
-    micro_batch_size: sequences per forward and backward of a process; gradients are accumulated over its share of the
-        batch. None means all at once.
+    micro_batch_size: sequences per forward and backward of a process (of a device, with xla); gradients are accumulated
+        over its share of the batch. None means all at once.
     steps: optimizer steps of the run.
     learning_rate, min_learning_rate: peak and final learning rate of `schedule` ("cosine", "linear", "constant", or
         "wsd": warm-up, stable, decay, arXiv:2404.06395), after `warmup_steps` of linear warm-up.
@@ -119,7 +120,8 @@ class TrainingConfig:
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
     change: names of settings that may differ from the checkpoint's in a resumed run; any other difference is refused.
         "processes" stands for their number.
-    device: "auto" (CUDA or ROCm if there is one, else CPU), "cpu" or "cuda".
+    device: "auto" (CUDA or ROCm if there is one, else CPU), "cpu", "cuda", or "xla": the devices of torch_xla, over all
+        of which one process trains; its mesh has the axes dp, fsdp and tp.
     """
 
     text: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ class TrainingConfig:
             self._require_type(item.name, str(item.type))
         check_data(self)
         check_adapter(self)
+        check_xla(self)
         for name in ("text", "output", "model", "attn_implementation", "mesh", "dataset", "dataset_split", "tokenizer"):
             value = getattr(self, name)
             for path in value if isinstance(value, tuple) else (value,):
@@ -263,9 +266,12 @@ class TrainingConfig:
             raise ValueError(f"{flag(name)} must be {words}, got {list(value)!r}")
 
     def axes(self, processes: int) -> dict[str, int]:
-        """The axes of the mesh and their sizes; `ValueError` where their product is not the number of processes."""
+        """The axes of the mesh and their sizes; `ValueError` where their product is not the number of devices: one a
+        process, or with torch_xla all for one process."""
+        if self.device == "xla" and processes != 1:
+            raise ValueError(f"{flag('device')} xla: one process trains on all devices, and there are {processes}")
         try:
-            axes = parse_axes(self.mesh or "dp=-1", processes)
+            axes = parse_axes(self.mesh or "dp=-1", processes if self.device != "xla" else device_count("xla"))
         except ValueError as error:
             raise ValueError(f"{flag('mesh')}: {error}") from error
         if self.lora is not None and any(size != 1 for name, size in axes.items() if name != "dp"):
@@ -300,7 +306,8 @@ class TrainingConfig:
             raise ValueError(
                 f"{flag('micro_batch_size')} {micro} does not divide the {share} sequences a process takes of a batch"
             )
-        return share, micro
+        taken = max(1, takers // processes)  # with torch_xla a process computes for several devices
+        return share * taken, micro * taken
 
     def settings(self) -> dict[str, Any]:
         """The settings that affect training, as plain data: stored in a checkpoint, and compared when resuming."""
@@ -343,6 +350,21 @@ def check_data(config: TrainingConfig) -> None:
         raise ValueError(f"{flag('streaming')} trains no tokenizer: give a {flag('tokenizer')}, or a pretrained model")
     if config.tokenizer is not None and isinstance(config.model, str):
         raise ValueError(f"{flag('tokenizer')} is for a new model, and {config.model!r} has its own")
+
+
+def check_xla(config: TrainingConfig) -> None:
+    """`ValueError` for settings that training on torch_xla's devices does not support."""
+    if config.device != "xla":
+        return
+    for name, given, why in (
+        ("compile", config.compile, "torch_xla compiles each step already"),
+        ("activation_checkpointing", config.activation_checkpointing == "selective", "torch_xla has full alone"),
+        ("checkpoint_format", config.checkpoint_format == "sharded", "one process writes: take full or auto"),
+        ("async_checkpoint", config.async_checkpoint, "it is for sharded checkpoints"),
+        ("lora", config.lora is not None, "adapters are trained on the CPU or on GPUs"),
+    ):
+        if given:
+            raise ValueError(f"{flag(name)} {getattr(config, name)} is not for {flag('device')} xla: {why}")
 
 
 # Settings of `lora` and what each must be.

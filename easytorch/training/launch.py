@@ -36,6 +36,9 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
     """
     if processes < 1:
         raise ValueError(f"{flag('processes')} must be at least 1, got {processes}")
+    if config.device == "xla":
+        _train_here(config, processes)
+        return
     check_inputs(config, processes)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -52,6 +55,18 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
         raise KeyboardInterrupt
     if code:
         raise TrainingFailedError(output, code)
+
+
+def _train_here(config: TrainingConfig, processes: int) -> None:
+    """One process has all devices of torch_xla, and this one may hold them already: there is none to start."""
+    if processes > 1:
+        raise ValueError(
+            f"{flag('processes')} {processes}: with {flag('device')} xla one process trains on all devices"
+        )
+    from easytorch.training.loop import train
+
+    if train(config).interrupted:
+        raise KeyboardInterrupt
 
 
 @contextmanager

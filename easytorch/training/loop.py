@@ -39,7 +39,7 @@ from easytorch.training.processes import Processes, find_device, joined
 from easytorch.training.report import ProgressReport
 from easytorch.training.saving import CheckpointSaver
 from easytorch.training.sharded import restore
-from easytorch.training.task import Batch, Task, on_device
+from easytorch.training.task import Batch, Task
 from easytorch.training.usage import Usage
 
 if TYPE_CHECKING:
@@ -81,16 +81,19 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
             settings = _make_inputs(config, processes.world, checkpoint)
     with processes.together():
         tokenizer, task = read_task(config)
-        model = make_model(config, tokenizer, checkpoint, processes.device)
+        device = processes.device_of_new_models
+        model = make_model(config, tokenizer, checkpoint, device)
         check_model(model, task, config)
-        task.prepare(model, make_reference(config, tokenizer, processes.device))
+        task.prepare(model, make_reference(config, tokenizer, device))
         checkpoint_and_compile(model, config)
     parallel = in_parallel(model, task, processes, config)
     with processes.together():
         optimizer, state = _make_optimizer(model, config, checkpoint)
+        parallel.place_moments(optimizer)
         if place := state.get("data"):
             task.restore(place)
     if checkpoint is not None and "optimizer_steps" in state:
+        parallel.check_restorable(checkpoint)
         restore(checkpoint, state, model, optimizer, processes)
     saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
     return _Run(config, processes, tokenizer, task, parallel, optimizer, state["step"], saver).run()
@@ -192,7 +195,7 @@ class _Run:
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` rows, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
-        torch.manual_seed(dropout_seed(config.seed, self.step, self.parallel.tokens))
+        self.parallel.seed(dropout_seed(config.seed, self.step, self.parallel.tokens))
         task = self.task
         indices = task.indices(self.step, config.batch_size, config.seed)
         first = self.parallel.place * self.share
@@ -214,7 +217,7 @@ class _Run:
                 logged[name] = logged.get(name, 0.0) + value / divisor
             return loss
 
-        batches = (on_device(task.rows(piece), self.processes.device) for piece in pieces)
+        batches = (self.parallel.place_batch(task.rows(piece)) for piece in pieces)
         total = self.parallel.step(batches, divisors, loss_of)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = self.parallel.norm(p.grad for p in parameters if p.grad is not None)
@@ -224,7 +227,7 @@ class _Run:
         if math.isfinite(mean) and math.isfinite(gradient_norm):
             if config.grad_clip:
                 clip(parameters, config.grad_clip, norm)
-            self.optimizer.step()
+            self.parallel.update(self.optimizer)
             self.skipped_in_a_row = 0
         else:
             self._meet_nonfinite(mean, gradient_norm)
@@ -292,7 +295,7 @@ class _Run:
         # Where a call communicates, each process makes equally many: the result of the last may be unused.
         spare = [np.arange(first, first + 1)] * (most - len(pieces) if parallel.sharded else 0)
         for indices, counted in [*((piece, task.targets(piece)) for piece in pieces), *((piece, 0) for piece in spare)]:
-            batch = on_device(task.rows(indices), processes.device)
+            batch = parallel.place_batch(task.rows(indices))
             total += float(parallel.evaluate(batch, self._loss)) * counted
             count += counted
         summed, targets = processes.sum(total, float(count))
@@ -317,7 +320,7 @@ class _Run:
     def _nonfinite_next(self) -> str | None:
         """The first non-finite value in a forward and backward of one row per process, without dropout, if any."""
         self.model.eval()
-        batch = on_device(self.task.rows(self.task.sample(self.parallel.place)), self.processes.device)
+        batch = self.parallel.place_batch(self.task.rows(self.task.sample(self.parallel.place)))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if self.parallel.sharded:  # FSDP2's shards are not leaves of the graph
             loss = self.parallel.step([batch], [1.0], self._loss)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from easytorch.tpu_platform import is_lazy
 from easytorch.training.config import TrainingConfig
 from easytorch.training.muon import MuonWithAdamW
 
@@ -52,14 +53,12 @@ def _tables(model: torch.nn.Module) -> set[int]:
 
 
 def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:
-    """The fused kernel, on CPU too; it takes DTensors or plain tensors, not both, as tensor parallelism alone has."""
+    """The fused kernel, on CPU too; it takes DTensors or plain tensors, not both, as tensor parallelism alone has. On
+    torch_xla the step is counted on the device: bias corrections are no numbers to send for each parameter."""
     kinds = {isinstance(p, DTensor) for group in groups for p in group["params"]}
-    return torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        **({"fused": True} if len(kinds) == 1 else {"foreach": False}),
-    )
+    lazy = any(is_lazy(p.device) for group in groups for p in group["params"])
+    way = {"capturable": True} if lazy else {"fused": True} if len(kinds) == 1 else {"foreach": False}
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **way)
 
 
 def _lion(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:

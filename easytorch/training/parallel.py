@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,18 +77,42 @@ class ParallelModel:
             self.module.set_requires_gradient_sync(last)
         return nullcontext()
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """A batch where the model computes it."""
+        return on_device(batch, self.model.device)
+
+    def place_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the moments of a full checkpoint as their weights are. DTensors' are divided as they load."""
+
+    def check_restorable(self, checkpoint: Path) -> None:
+        """`ValueError` where a sharded checkpoint cannot be read into this model."""
+
+    def seed(self, seed: int) -> None:
+        """Of dropout."""
+        torch.manual_seed(seed)
+
     def to_save(self) -> PreTrainedModel:
         """The unsharded model, with the full weights on the CPU; each process calls this."""
         if not self.sharded:
             return self.model
         assert self.original is not None
-        weights = full_tensors(self.model)
-        with torch.device("meta"):
-            model = self.original(self.model.config)
-        model.load_state_dict(weights, assign=True)
-        model.tie_weights()
-        model.generation_config = self.model.generation_config
-        return model
+        return unsharded(self.model, self.original, full_tensors(self.model))
+
+
+def unsharded(
+    model: PreTrainedModel, original: type[PreTrainedModel], weights: dict[str, torch.Tensor]
+) -> PreTrainedModel:
+    """A model of the class `original` with the config of `model` and full weights."""
+    with torch.device("meta"):
+        found = original(model.config)
+    found.load_state_dict(weights, assign=True)
+    found.tie_weights()
+    found.generation_config = model.generation_config
+    return found
 
 
 def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config: TrainingConfig) -> ParallelModel:
@@ -95,6 +120,10 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
 
     To be called before the optimizer is made, of the parameters that this leaves.
     """
+    if processes.device.type == "xla":
+        from easytorch.training.spmd import over_devices
+
+        return over_devices(model, task, config)
     if processes.world == 1:
         return ParallelModel(model, model)
     axes, parameters = config.axes(processes.world), sum(one.numel() for one in model.parameters())

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from easytorch.distributed.mesh import release_groups
+from easytorch.tpu_platform import find_device as find_tpu
+from easytorch.tpu_platform import is_lazy, use_spmd
 from easytorch.training.config import flag
 from easytorch.training.interrupt import StopOnSignal
 
@@ -45,6 +47,11 @@ class Processes:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def device_of_new_models(self) -> torch.device:
+        """Where models are made; those for torch_xla on the CPU, from where each weight moves to its devices."""
+        return torch.device("cpu") if is_lazy(self.device) else self.device
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -144,6 +151,8 @@ def find_device(device: str) -> torch.device:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cpu":
         return torch.device("cpu")
+    if kind == "xla":
+        return find_tpu("xla")
     if not torch.cuda.is_available():
         raise ValueError(
             f"{flag('device')} cuda: torch sees no GPU here; use --device cpu, or install a CUDA or ROCm torch"
@@ -156,6 +165,8 @@ def joined(device: torch.device) -> Iterator[Processes]:
     """Join the processes torchrun started (gloo on CPU, nccl on GPU); without torchrun there is only this one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if is_lazy(device):
+        use_spmd()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         # torch.optim and DistributedDataParallel import torch._dynamo, and a process group that exists by then stays

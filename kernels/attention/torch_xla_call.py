@@ -17,6 +17,7 @@ from easytorch.kernels.attention.call import (
     gradients_by_field,
     unflatten,
 )
+from easytorch.kernels.interop.spmd import shards_of
 from easytorch.kernels.interop.xla_bridge import call_jax, call_jax_with_gradient
 
 
@@ -48,6 +49,28 @@ def call_jax_on_with_gradient(
         numbers=call.numbers,
         **static,
     )
+
+
+def call_jax_over_shards_with_gradient(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *more: Tensor | None,
+    **static: Any,
+) -> Any:
+    """`call_jax_on_with_gradient`; under SPMD each device computes its own shards of batch and heads.
+
+    forward, backward: as kernels/attention/jax_shards.py takes them.
+    """
+    if (shards := shards_of(query.shape[0], query.shape[2], key.shape[2])) is not None:
+        from easytorch.kernels.attention.jax_shards import backward_over_shards, forward_over_shards
+
+        forward, backward = forward_over_shards(forward), backward_over_shards(backward)
+        static["shards"] = shards
+    return call_jax_on_with_gradient(forward, backward, call, query, key, value, *more, **static)
 
 
 def _for_jax(call: AttentionCall, tensors: tuple[Tensor | None, ...]) -> AttentionCall:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention.torch_xla_call import call_jax_on_with_gradient
+from easytorch.kernels.attention.torch_xla_call import call_jax_over_shards_with_gradient
 from easytorch.kernels.blocksparse import pallas_or_jax
 from easytorch.kernels.blocksparse.contract import resolve
 
@@ -19,4 +19,4 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
     if isinstance(rule.prefix, Tensor):
         prefix, rule = rule.prefix.to(query.device, torch.int32).reshape(-1), rule._replace(prefix=True)
     functions = pallas_or_jax.blocksparse_forward, pallas_or_jax.blocksparse_backward
-    return call_jax_on_with_gradient(*functions, call, query, key, value, prefix, rule=rule)
+    return call_jax_over_shards_with_gradient(*functions, call, query, key, value, prefix, rule=rule)

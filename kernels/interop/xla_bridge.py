@@ -8,7 +8,8 @@ SPMD checkpoints; this does not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -24,8 +25,22 @@ from easytorch.kernels.interop.lowering import lower_for_export
 _config: Any = jax.config  # whose settings jax adds at import, unseen by type checkers
 if _config.jax_platforms is None:
     _config.update("jax_platforms", "cpu")
+_config.update("jax_use_shardy_partitioner", False)  # torch_xla 2.9 reads GSPMD's shardings, not Shardy's
 
 _Spec = tuple[tuple[int, ...], torch.dtype] | None
+_platform: str | None = None  # of `lowered_for`
+
+
+@contextmanager
+def lowered_for(platform: str) -> Iterator[None]:
+    """Inside, functions are lowered for another platform than the one that runs them: a graph with the TPU's kernels
+    can be traced, and compiled elsewhere, on a host that has none. It cannot be run."""
+    global _platform
+    former, _platform = _platform, platform
+    try:
+        yield
+    finally:
+        _platform = former
 
 
 def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Hashable) -> Any:
@@ -45,7 +60,8 @@ def call_jax(fn: Callable[..., Any], *tensors: torch.Tensor | None, **static: Ha
             raise ValueError(f"{_name(fn)} would lose a gradient: use call_jax_with_gradient, or call it under no_grad")
     specs = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     settings = (_config.jax_enable_x64, _config.jax_default_matmul_precision)
-    computation, structure = _lower(fn, specs, tuple(sorted(static.items())), xr.device_type().lower(), settings)
+    platform = _platform or xr.device_type().lower()
+    computation, structure = _lower(fn, specs, tuple(sorted(static.items())), platform, settings)
     outputs = torch_xla._XLAC._xla_user_computation(f"xla::{_name(fn)}", given, computation)
     return jax.tree.unflatten(structure, outputs)
 

@@ -27,14 +27,14 @@ State = tuple[Array, Array, Array]  # the rows' running output, maximum, and sum
 class Ring(NamedTuple):
     """mesh: a jax `Mesh` or `AbstractMesh`. axis: the one that shards the sequence.
 
-    batch_axis, head_axis: axes that shard batch and heads, or None.
+    batch_axes, head_axes: those that shard batch and heads.
     """
 
     mesh: Any
     axis: str
     layout: str = "contiguous"
-    batch_axis: str | None = None
-    head_axis: str | None = None
+    batch_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -134,7 +134,7 @@ def ring_backward(
         if sinks is not None:
             delta = jnp.einsum("bthd,bthd->bht", output.astype(jnp.float32), grad.astype(jnp.float32))
             weight = sink_weights(sinks, logsumexp)
-            axes = [axis for axis in (ring.axis, ring.batch_axis) if axis is not None]
+            axes = (ring.axis, *ring.batch_axes)
             sinks_grad = -lax.psum((weight * delta).sum(axis=(0, 2)), axes).astype(sinks.dtype)
         return query_grad.astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), sinks_grad
 
@@ -146,11 +146,12 @@ def ring_backward(
 
 def _mapped(ring: Ring, local: Callable[..., Any], given: tuple[Any, ...], outputs: tuple[str | None, ...]) -> Any:
     """`local` over the mesh; given: query, key, value, call and, in backward, output, logsumexp, grad."""
+    batch, heads = ring.batch_axes or None, ring.head_axes or None
     specs = {
-        "btn": PartitionSpec(ring.batch_axis, ring.axis, ring.head_axis, None),
-        "ids": PartitionSpec(ring.batch_axis, ring.axis),
-        "sinks": PartitionSpec(ring.head_axis),
-        "lse": PartitionSpec(ring.batch_axis, ring.head_axis, None, ring.axis),
+        "btn": PartitionSpec(batch, ring.axis, heads, None),
+        "ids": PartitionSpec(batch, ring.axis),
+        "sinks": PartitionSpec(heads),
+        "lse": PartitionSpec(batch, heads, None, ring.axis),
         None: None,
     }
     kinds = {"query_segment_ids": "ids", "key_segment_ids": "ids", "sinks": "sinks"}

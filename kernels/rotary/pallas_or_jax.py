@@ -9,6 +9,8 @@ import functools
 
 from jax import Array, lax
 
+from easytorch.kernels.interop.jax_shards import broadcast_layout, over_shards
+from easytorch.kernels.interop.spmd import Shards
 from easytorch.kernels.rotary import jax_native, pallas_kernel
 
 
@@ -21,6 +23,17 @@ def rotary(
         _turn(query, cos, sin, interleaved=interleaved, back=back),
         _turn(key, cos, sin, interleaved=interleaved, back=back),
     )
+
+
+def rotary_over_shards(
+    query: Array, key: Array, cos: Array, sin: Array, *, shards: Shards, interleaved: bool = False, back: bool = False
+) -> tuple[Array, Array]:
+    """The same, each device computing its own shards of batch and heads."""
+    heads, table = "b.h.", broadcast_layout(cos.shape, "b..")
+    local = functools.partial(rotary, interleaved=interleaved, back=back)
+    given, layouts = (query, key, cos, sin), (heads, heads, table, table)
+    turned: tuple[Array, Array] = over_shards(local, shards, given, layouts, (heads, heads))
+    return turned
 
 
 def _turn(x: Array, cos: Array, sin: Array, *, interleaved: bool, back: bool) -> Array:

@@ -1,5 +1,5 @@
 """pallas_or_jax.py inside a torch_xla graph, one node for query and key; the gradient is another, the inverse
-rotation."""
+rotation. Under SPMD over the shards of a mesh."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ class _Turn(torch.autograd.Function):
 
 
 def _call(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> tuple[Tensor, Tensor]:
+    from easytorch.kernels.interop.spmd import shards_of
     from easytorch.kernels.interop.xla_bridge import call_jax
-    from easytorch.kernels.rotary.pallas_or_jax import rotary
+    from easytorch.kernels.rotary.pallas_or_jax import rotary, rotary_over_shards
 
-    return call_jax(rotary, query, key, cos, sin, interleaved=interleaved, back=back)
+    settings = {"interleaved": interleaved, "back": back}
+    if (shards := shards_of(query.shape[0], query.shape[2], key.shape[2])) is not None:
+        return call_jax(rotary_over_shards, query, key, cos, sin, shards=shards, **settings)
+    return call_jax(rotary, query, key, cos, sin, **settings)
