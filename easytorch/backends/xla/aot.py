@@ -47,17 +47,19 @@ class Facts:
         return self.arguments + self.outputs - self.reused + self.temporary
 
 
-def compile_for(graph: Graph, devices: Sequence[Any], donated: Sequence[int] = ()) -> Facts:
+def compile_for(graph: Graph, devices: Sequence[Any], donated: Sequence[int] = (), *, quickly: bool = False) -> Facts:
     """Compiles a finished graph for `devices`, of which as many are taken as its mesh has, and runs nothing.
 
     devices: jax's, or those of `tpu_devices`. donated: parameters whose memory outputs of the same shape reuse.
+    quickly: the compiler spends less on the program's speed, which nobody runs.
     """
     mesh = graph.mesh
     count = 1 if mesh is None else mesh.size
     if len(devices) < count:
         raise BackendError(f"{graph.name!r} is for {count} devices, and {len(devices)} were given")
     text = emit(graph, 1, matched_outputs(frozenset(donated), graph))
-    program = pjrt.compile_only(text, devices[:count], not folds_large_values(graph), mesh is not None)
+    folding = not folds_large_values(graph)
+    program = pjrt.compile_only(text, devices[:count], folding, mesh is not None, quickly=quickly)
     return facts(program)
 
 

@@ -82,9 +82,16 @@ def compile_module(text: str, targets: Sequence[Any], folding: bool = True, part
         raise BackendError(f"XLA does not compile the computation: {error}") from error
 
 
-def compile_only(text: str, targets: Sequence[Any], folding: bool = True, partitioned: bool = False) -> Any:
-    """`compile_module` for devices that may not be here (`tpu_devices`): the program cannot run then."""
+def compile_only(
+    text: str, targets: Sequence[Any], folding: bool = True, partitioned: bool = False, *, quickly: bool = False
+) -> Any:
+    """`compile_module` for devices that may not be here (`tpu_devices`): the program cannot run then.
+
+    quickly: with the least effort for the speed of the program.
+    """
     options = _compile_options([device.id for device in targets], folding, partitioned)
+    if quickly and hasattr(options.executable_build_options, "exec_time_optimization_effort"):
+        options.executable_build_options.exec_time_optimization_effort = -1.0
     client = targets[0].client
     if not isinstance(client, _jax.CompileOnlyPyClient):
         return compile_module(text, targets, folding, partitioned)

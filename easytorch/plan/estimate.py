@@ -1,0 +1,234 @@
+"""The plan: bytes of each device, operations and collectives of a step, of a model that nobody has made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easytorch.backends.xla.aot import Facts
+from easytorch.distributed.mesh import DATA, parse_axes
+from easytorch.frontend.optimizer_rules import slots
+from easytorch.frontend.step_layout import Layout, layout_of
+from easytorch.plan.balanced import balance_experts
+from easytorch.plan.compiled import compile_step, compiler_devices
+from easytorch.plan.depth import Layers, layers_of
+from easytorch.plan.devices import Device, device_of
+
+# precision -> (dtype of parameters, dtype of products)
+PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "mixed": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+}
+OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one device, in bytes: `parameters`, `optimizer`, `gradients`, and `activations`, which is everything else that
+    the program takes. flops: of a step on one device. collectives: kind -> (how many, bytes of their results) a step.
+    """
+
+    model: str
+    mesh: dict[str, int]
+    device: str
+    devices: int
+    parameter_count: int
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    capacity: int
+    flops: float
+    step_seconds: float
+    tokens: int
+    collectives: dict[str, tuple[int, int]]
+    compiler: str
+    compiled_layers: list[int]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device in all."""
+        return self.parameters + self.optimizer + self.gradients + self.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.memory <= self.capacity
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**dataclasses.asdict(self), "memory": self.memory, "fits": self.fits}
+
+
+def make_plan(
+    config: Any,
+    mesh: str,
+    device: str,
+    *,
+    name: str = "",
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    micro_batches: int | None = None,
+    optimizer: str = "adamw",
+    precision: str = "mixed",
+    recompute: bool = True,
+    compiler: str = "auto",
+) -> Plan:
+    """The plan of training a causal language model with transformers' `config` over a mesh of a device.
+
+    mesh: axes and sizes, "fsdp=16,tp=4", of dp, fsdp, pp, ep, sp and tp. batch_size: sequences of all devices, by
+    default one for each place of the mesh with data of its own. micro_batches: of a pipeline; by default its stages.
+    compiler: "libtpu", "cpu" (whose schedule keeps more) or "auto", the first that is there.
+
+    Parameters, gradients and the optimizer's state are counted. The rest is the compiler's own figure for the step with
+    few layers of each kind, extrapolated to all of them; tokens go to experts evenly. `ValueError` for an unknown
+    device, axis, optimizer or precision, and for a dimension that does not divide, which it names.
+    """
+    found = device_of(device)
+    for value, known, what in ((optimizer, OPTIMIZERS, "optimizer"), (precision, PRECISIONS, "precision")):
+        if value not in known:
+            raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+    axes = _axes(mesh)
+    stages = axes.pop("pp", 1)
+    model = _on_meta(config, PRECISIONS[precision][0])
+    layout = layout_of(model, axes, None)
+    layers = layers_of(model)
+    _check_pipeline(layers, stages)
+    places = math.prod(axes.get(axis, 1) for axis in DATA)
+    pieces = stages if micro_batches is None else micro_batches
+    rows = places * pieces if batch_size is None else batch_size
+    if rows % (places * pieces):
+        raise ValueError(
+            f"batch size {rows} does not divide over {places} places with data of their own x {pieces} micro-batches; "
+            f"give a multiple of {places * pieces}"
+        )
+    length = sequence_length or min(4096, getattr(config, "max_position_embeddings", None) or 4096)
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    state = _State.of(model, layers, layout, made, stages)
+    balance_experts(model, axes)
+    used, devices = compiler_devices(math.prod(axes.values()), compiler)
+    samples = []
+    for counts in layers.samples():
+        layers.keep(counts)
+        few = OPTIMIZERS[optimizer](list(model.parameters()))
+        own = Layout(axes, layout_of(model, axes, None).weights)
+        facts = compile_step(
+            model, few, own, (rows // pieces, length), devices,
+            recompute=recompute, autocast=PRECISIONS[precision][1],
+        )  # fmt: skip
+        samples.append((facts, _State.of(model, None, own, few, 1)))
+    return _plan(
+        found, layers, samples, state, stages, pieces, name or str(getattr(config, "model_type", "")),
+        {**axes, **({"pp": stages} if stages > 1 else {})}, rows * length, used,
+    )  # fmt: skip
+
+
+def _plan(
+    device: Device,
+    layers: Layers,
+    samples: list[tuple[Facts, _State]],
+    state: _State,
+    stages: int,
+    pieces: int,
+    name: str,
+    mesh: dict[str, int],
+    tokens: int,
+    compiler: str,
+) -> Plan:
+    """Of a stage, which has its part of the layers, and of its micro-batches in flight."""
+    own = [count / stages for count in layers.counts]
+    rest = [facts.memory - counted.kept - counted.gradients for facts, counted in samples]
+    activations = layers.extrapolate(rest, own)
+    if stages > 1:  # 1F1B: the first stage holds the inputs of as many micro-batches as there are stages
+        fixed = layers.extrapolate(rest, [0.0] * len(own))
+        activations = max(fixed, 0.0) + max(activations - fixed, 0.0) * min(stages, pieces)
+    flops = pieces * max(layers.extrapolate([facts.flops for facts, _ in samples], own), 0.0)
+    kinds = sorted({kind for facts, _ in samples for kind in facts.collectives})
+    collectives = {}
+    for kind in kinds:
+        by_sample = [facts.collectives.get(kind, (0, 0)) for facts, _ in samples]
+        number = pieces * layers.extrapolate([count for count, _ in by_sample], own)
+        size = pieces * layers.extrapolate([size for _, size in by_sample], own)
+        collectives[kind] = round(max(number, 0)), round(max(size, 0))
+    return Plan(
+        name, mesh, device.name, math.prod(mesh.values()), state.count, state.parameters, state.optimizer,
+        state.gradients, round(max(activations, 0)), device.usable, flops, flops / device.flops, tokens, collectives,
+        compiler, [sum(counts) for counts in layers.samples()],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is counted, in bytes of a device, and the number of parameters of the whole model."""
+
+    count: int
+    parameters: int
+    optimizer: int
+    gradients: int
+
+    @property
+    def kept(self) -> int:
+        return self.parameters + self.optimizer
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, layers: Layers | None, layout: Layout, optimizer: torch.optim.Optimizer, stages: int
+    ) -> _State:
+        """Of the largest stage: its part of the layers, and the embedding or the head."""
+        kept = len(slots(optimizer, optimizer.param_groups[0]))
+        inside = {id(one) for layer in layers.all for one in layer.parameters()} if layers is not None else set()
+        names = {id(one) for one in _embedding(model).parameters()}
+        sums = {"layers": 0, "embedding": 0, "head": 0}
+        for name, one in model.named_parameters():
+            where = "layers" if id(one) in inside else "embedding" if id(one) in names else "head"
+            sums[where] += _local_bytes(one, layout.weights[name], layout.axes)
+        ends = max(sums["embedding"], sums["head"]) if stages > 1 else sums["embedding"] + sums["head"]
+        own = sums["layers"] // stages + ends
+        return cls(sum(one.numel() for one in model.parameters()), own, own * kept, own)
+
+
+def _embedding(model: Any) -> nn.Module:
+    found: nn.Module = model.get_input_embeddings()
+    return found
+
+
+def _local_bytes(tensor: Tensor, sharding: Any, axes: Mapping[str, int]) -> int:
+    parts = 1
+    for one in sharding:
+        for axis in (one,) if isinstance(one, str) else one or ():
+            parts *= axes.get(axis, 1)
+    return tensor.numel() * tensor.element_size() // parts
+
+
+def _axes(mesh: str) -> dict[str, int]:
+    """The mesh's axes; all sizes are given, since they say how many devices there are."""
+    try:
+        count = math.prod(int(part.partition("=")[2]) for part in mesh.split(",") if part.strip())
+    except ValueError:
+        count = 1  # parse_axes says what is wrong
+    if count < 1:
+        raise ValueError(f"--mesh {mesh}: give every size, which says how many devices there are, as in fsdp=16,tp=4")
+    return parse_axes(mesh, count)
+
+
+def _check_pipeline(layers: Layers, stages: int) -> None:
+    if len(layers.all) < stages:
+        raise ValueError(f"pp={stages} stages need as many layers, and the model has {len(layers.all)}")
+
+
+def _on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
+    import easytorch
+
+    with torch.device("meta"):
+        model: nn.Module = easytorch.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()

@@ -1,0 +1,117 @@
+"""`easytorch plan`: what is counted, the extrapolation from few layers, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+from easytorch.backends.xla.aot import Facts
+from easytorch.cli.main import main
+from easytorch.plan import make_plan
+from easytorch.plan.compiled import v5p_slice
+from easytorch.plan.devices import DEVICES
+from easytorch.plan.shapes import SHAPES, config_of
+
+TINY: dict[str, Any] = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+DENSE, EXPERTS = 1_000, 10_000
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Replaces the compiler: each layer takes `DENSE` or `EXPERTS` bytes beside what is counted."""
+    seen: list[list[int]] = []
+
+    def compile_step(model: Any, optimizer: Any, layout: Any, batch: Any, devices: Any, **settings: Any) -> Facts:
+        experts = sum("experts" in dict(layer.mlp.named_children()) for layer in model.model.layers)
+        dense = len(model.model.layers) - experts
+        seen.append([dense, experts])
+        parts = layout.axes.get("fsdp", 1) * layout.axes.get("tp", 1)
+        counted = sum(one.numel() for one in model.parameters()) * 16 // parts
+        memory = counted + 500 + dense * DENSE + experts * EXPERTS
+        return Facts(memory, 0, 0, 0, 7.0 * dense + 11.0 * experts, {"all-gather": (dense + experts, 100 * dense)})
+
+    monkeypatch.setattr("easytorch.plan.estimate.compile_step", compile_step)
+    monkeypatch.setattr("easytorch.plan.estimate.compiler_devices", lambda count, compiler: ("none", [None] * count))
+    return seen
+
+
+def test_layers_of_each_kind_are_extrapolated(linear: list[list[int]]) -> None:
+    plan = make_plan(config_of(TINY), "fsdp=2", "v5e", precision="fp32")
+    assert linear == [[1, 1], [2, 1], [1, 2]]
+    assert plan.flops == 7 * 2 + 11 * 4
+    assert plan.collectives == {"all-gather": (6, 200)}
+    assert plan.parameters == plan.gradients == plan.parameter_count * 4 // 2 == plan.optimizer // 2
+    assert plan.activations == 500 + 2 * DENSE + 4 * EXPERTS
+    assert plan.fits and plan.memory == plan.parameters * 4 + plan.activations
+
+
+def test_a_stage_has_its_layers_and_the_micro_batches_in_flight(linear: list[list[int]]) -> None:
+    config = config_of({**TINY, "first_k_dense_replace": 0})
+    whole, staged = (make_plan(config, mesh, "v5e", precision="fp32") for mesh in ("dp=1", "pp=2"))
+    assert staged.devices == 2 and staged.tokens == 2 * whole.tokens
+    assert staged.activations == 500 + 2 * 3 * EXPERTS  # two micro-batches of half the layers
+    assert staged.flops == whole.flops  # two micro-batches, half the layers
+    assert 0.4 < staged.parameters / whole.parameters < 0.6
+
+
+def test_a_step_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By jaxlib for one CPU, from a file as users give it."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({**TINY, "num_hidden_layers": 1, "first_k_dense_replace": 1}))
+    given = [str(path), "--mesh", "dp=1", "--device", "v5p", "--compiler", "cpu", "--sequence-length", "8", "--json"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *given])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 0, captured.err
+    found = json.loads(captured.out)
+    assert found["fits"] and found["compiled_layers"] == [1] and found["flops"] > 0 and found["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "device", "settings", "message"),
+    [
+        ("fsdp=2", "v7", {}, r"unknown device 'v7'.*known: v4, v5e"),
+        ("fdsp=2", "v5e", {}, "no axis 'fdsp'"),
+        ("fsdp=-1", "v5e", {}, "give every size"),
+        ("tp=3", "v5e", {}, r"\.weight: dimension \d of .* does not divide"),
+        ("pp=7", "v5e", {}, "pp=7 stages need as many layers, and the model has 6"),
+        ("dp=2", "v5e", {"batch_size": 3}, "batch size 3 does not divide"),
+        ("dp=2", "v5e", {"optimizer": "lion"}, "known: adamw, sgd, momentum"),
+        ("dp=2", "v5e", {"precision": "fp8"}, "known: mixed, bf16, fp32"),
+        ("dp=2", "v5e", {"compiler": "nvcc"}, "known: auto, libtpu, cpu"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(mesh: str, device: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(config_of(TINY), mesh, device, **settings)
+
+
+def test_known_models_have_the_parameters_they_are_named_after() -> None:
+    import torch
+
+    from easytorch.plan.estimate import _on_meta
+
+    billions = {"Meta-Llama-3-8B": 8.03, "Meta-Llama-3-70B": 70.55, "Qwen3-235B-A22B": 235.09, "DeepSeek-V3": 671.03}
+    for name in SHAPES:
+        count = sum(one.numel() for one in _on_meta(config_of(name), torch.bfloat16).parameters())
+        assert round(count / 1e9, 2) == billions[name.partition("/")[2]], (name, count)
+
+
+def test_slices_have_the_chips_that_are_asked_for() -> None:
+    for count in (1, 8, 16, 64, 256, 512, 2048):
+        shape = v5p_slice(count)
+        assert shape is not None
+        x, y, z = map(int, shape.split("x"))
+        assert x * y * z == max(count, 4)
+    assert v5p_slice(24) is None or v5p_slice(24) == "2x2x6"
+    assert all(device.usable < device.memory for device in DEVICES.values())
