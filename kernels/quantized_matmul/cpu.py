@@ -1,4 +1,9 @@
-"""quantized_matmul of few rows by the C++ operator: codes are decoded to float32 as they are accumulated (cpu*.cpp)."""
+"""quantized_matmul of few rows by the C++ operator (cpu*.cpp), in one of four ways (cpu_rows.h).
+
+Up to four rows of x become integers of two or three bytes, which multiply integer codes (AVX512_VNNI); nf4 and fp8
+become bfloat16; of more rows the weight is decoded a few rows at a time; elsewhere codes are decoded to float32 as
+they are accumulated.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,11 @@ BLOCK_FORMATS = {"q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9}
 NUMBERS = FORMATS | BLOCK_FORMATS
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32
-# Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of a
-# loaded AMD EPYC (Zen 4): int8 0.51, 0.59, 0.68; int4 0.07, 0.11, 0.35; nf4 0.07, 0.11, 0.40; fp8_e4m3fn 0.13, 0.17,
-# 0.56; fp8_e5m2 0.05, 0.07, 0.21.
+# Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of
+# a loaded AMD EPYC (Zen 4), when int8 and int4 were decoded: int8 0.51, 0.59, 0.68; int4 0.07, 0.11, 0.35; nf4 0.07,
+# 0.11, 0.40; fp8_e4m3fn 0.13, 0.17, 0.56; fp8_e5m2 0.05, 0.07, 0.21. One row now, of a bfloat16 product and of a
+# plain read of the codes: q8_0 0.45 and 1.23, q4_0 0.38 and 1.51, q4_k 0.39 and 1.69, q6_k 0.46 and 1.65, int8 0.60
+# and 1.31, int4 0.33 and 1.56, fp4 0.39 and 1.86, nf4 0.42 and 1.96, fp8_e4m3fn 0.51 and 1.30.
 MOST_ROWS = 16
 _NO_BIAS, _NO_ZERO = torch.empty(0), torch.empty(0, dtype=torch.uint8)
 

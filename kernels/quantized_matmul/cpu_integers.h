@@ -19,8 +19,9 @@ constexpr float SMALLEST_OF_ROW = 1e-27f;
 // Where the columns of a step stand in its vectors of 64 codes, in runs of adjacent ones.
 enum ColumnOrder { IN_ORDER, ODD_THEN_EVEN, LOWER_THEN_UPPER_16, LOWER_THEN_UPPER_32 };
 
-// What is packed for a step of one row: of each vector its bytes, the lowest first, and the numbers to begin its sums from;
-// sums of columns as float32 for formats with an offset of their own.
+// What is packed for a step of one row: of each vector its bytes, the lowest first, and the numbers to begin its sums from,
+// where lanes have one scale in all vectors those of the step with the first; sums of columns as float32 for formats with
+// an offset of their own.
 struct StepShape {
   int columns;
   int offset;  // that the codes, unsigned bytes, are too large by
@@ -28,6 +29,7 @@ struct StepShape {
   enum Sums { NONE, OF_LANES, OF_32 } sums;
 
   constexpr int vectors() const { return columns / 64; }
+  constexpr bool alike() const { return order == ODD_THEN_EVEN || order == LOWER_THEN_UPPER_16; }
   constexpr int64_t bytes_of_vector(int bytes) const { return 64 * (bytes + (offset != 0 ? 1 : 0)); }
   constexpr int64_t size(int bytes) const { return vectors() * bytes_of_vector(bytes) + (sums != NONE ? 64 : 0); }
 };
@@ -127,10 +129,10 @@ inline void pack_step(const float* numbers, float factor, StepShape shape, int b
       _mm512_storeu_si512(vector + 64 * part, its);
       sums = _mm512_dpbusd_epi32(_mm512_slli_epi32(sums, 8), ones, its);
     }
-    if (shape.offset != 0) {
-      _mm512_storeu_si512(vector + 64 * bytes, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-shape.offset)));
-    }
     of_lanes = _mm512_add_epi32(of_lanes, sums);
+    if (shape.offset == 0) continue;
+    const __m512i offset = _mm512_set1_epi32(-shape.offset), first = shape.alike() ? of_lanes : sums;
+    _mm512_storeu_si512((shape.alike() ? out : vector) + 64 * bytes, _mm512_mullo_epi32(first, offset));
   }
   float* const sums = reinterpret_cast<float*>(out + shape.vectors() * shape.bytes_of_vector(bytes));
   if (shape.sums == StepShape::OF_LANES) store(sums, _mm512_cvtepi32_ps(of_lanes));
