@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import CamembertConfig
+from transformers import CamembertConfig, GenerationMixin
 
 from easytorch.layers.encoder import CrossAttention, SelfAttention
 from easytorch.models.roberta import (
@@ -44,7 +44,7 @@ class CamembertModel(CamembertPreTrainedModel, RobertaModel):
     _no_split_modules = ["CamembertEmbeddings", "CamembertLayer"]  # noqa: RUF012
 
 
-class CamembertForCausalLM(CamembertPreTrainedModel, RobertaForCausalLM):
+class CamembertForCausalLM(CamembertPreTrainedModel, RobertaForCausalLM, GenerationMixin):
     backbone_class = CamembertModel
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import MBartConfig
+from transformers import GenerationMixin, MBartConfig
 
 from easytorch.models.bart import (
     BartDecoder,
@@ -62,7 +62,7 @@ class MBartModel(MBartPreTrainedModel, BartModel):
         return language_first(tokens, self.config.pad_token_id)
 
 
-class MBartForConditionalGeneration(MBartPreTrainedModel, BartForConditionalGeneration):
+class MBartForConditionalGeneration(MBartPreTrainedModel, BartForConditionalGeneration, GenerationMixin):
     model_class = MBartModel
 
 
@@ -78,5 +78,5 @@ class MBartDecoderWrapper(MBartPreTrainedModel, BartDecoderWrapper):
     decoder_class = MBartDecoder
 
 
-class MBartForCausalLM(MBartPreTrainedModel, BartForCausalLM):
+class MBartForCausalLM(MBartPreTrainedModel, BartForCausalLM, GenerationMixin):
     wrapper_class = MBartDecoderWrapper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import MT5Config
+from transformers import GenerationMixin, MT5Config
 from transformers.utils.output_capturing import OutputRecorder
 
 from easytorch.models._t5_blocks import T5Block, T5LayerCrossAttention, T5LayerSelfAttention
@@ -48,7 +48,7 @@ class MT5Model(MT5PreTrainedModel, T5Model):
     stack_class = MT5Stack
 
 
-class MT5ForConditionalGeneration(MT5PreTrainedModel, T5ForConditionalGeneration):
+class MT5ForConditionalGeneration(MT5PreTrainedModel, T5ForConditionalGeneration, GenerationMixin):
     model_type = "mt5"
     stack_class = MT5Stack
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import XLMRobertaConfig
+from transformers import GenerationMixin, XLMRobertaConfig
 
 from easytorch.layers.encoder import CrossAttention, SelfAttention
 from easytorch.models.roberta import (
@@ -44,7 +44,7 @@ class XLMRobertaModel(XLMRobertaPreTrainedModel, RobertaModel):
     _no_split_modules = ["XLMRobertaEmbeddings", "XLMRobertaLayer"]  # noqa: RUF012
 
 
-class XLMRobertaForCausalLM(XLMRobertaPreTrainedModel, RobertaForCausalLM):
+class XLMRobertaForCausalLM(XLMRobertaPreTrainedModel, RobertaForCausalLM, GenerationMixin):
     backbone_class = XLMRobertaModel
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from typing import Any
 
+import transformers
 from transformers.models.auto import modeling_auto
 
 import easytorch
 from easytorch.protocol.native_classes import families
+from tests.models.families import HEADS
 
 # class -> why it stays transformers'
 STOCK = {"JevForDecision": "a model with code of its own over the decoders of several types"}
@@ -27,3 +30,12 @@ def test_every_head_of_a_native_type_is_native() -> None:
                     stock.add((auto, config_class.model_type, one.__name__))
     assert not stock
     assert native["AutoModel"] > 80 and native["AutoModelForCausalLM"] > 50 and len(native) > 15, native
+
+
+def test_generation_is_a_base_of_the_classes_that_generate() -> None:
+    """Directly, which transformers tests of its own classes."""
+    for family, head in HEADS:
+        ours = getattr(importlib.import_module(f"easytorch.models.{family}"), head)
+        theirs = getattr(transformers, head)
+        mixin = transformers.GenerationMixin
+        assert (mixin in ours.__bases__) >= (mixin in theirs.__bases__), head
