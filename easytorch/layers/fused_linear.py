@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from easytorch.kernels.linear import recorded
 from easytorch.layers.linear import linear, product, watched
 from easytorch.operations.dispatch.environment import untouched
 
@@ -53,21 +54,48 @@ class FusedProjections(nn.Module):
     def projections(self, x: Tensor) -> list[Tensor]:
         """x (..., K) -> the output of each of `fused`, (..., N): views of one product, or products of their own.
 
-        One product where no gradient is recorded and no graph traced, the layers are plain and without hooks,
-        and their parameters lie side by side.
+        One product where no graph is traced, the layers are plain and without hooks, and their parameters lie side by
+        side; with gradients on a CPU alone, where `kernels.linear.recorded` is ahead.
         """
         modules: Any = self._modules
-        if self.joins and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _reads_memory(x):
-            layers = []
-            for name in self.fused:  # no comprehension, here and below: each is a call, and a token has many
-                layers.append(modules[name])
-            neighbours = self._find(layers)
-            if neighbours is not None:
-                return _by_runs(layers, neighbours.runs, x)
+        if self.joins and not torch.compiler.is_compiling():
+            joint = self._recorded(x) if torch.is_grad_enabled() else self._joined(x)
+            if joint is not None:
+                return joint
         outputs = []
         for name in self.fused:
             outputs.append(linear(modules[name], x))
         return outputs
+
+    def _joined(self, x: Tensor) -> list[Tensor] | None:
+        """`projections` as one product or a few, without gradients; None where not."""
+        if not _reads_memory(x):
+            return None
+        modules, layers = self._modules, []
+        for name in self.fused:  # no comprehension: it is a call, and a token has many
+            layers.append(modules[name])
+        neighbours = self._find(layers)
+        return None if neighbours is None else _by_runs(layers, neighbours.runs, x)
+
+    def _recorded(self, x: Tensor) -> list[Tensor] | None:
+        """`projections` as one product that autograd records; None where not."""
+        if not untouched():
+            return None
+        layers: list[Any] = [self._modules[name] for name in self.fused]
+        neighbours = self._find(layers)
+        if neighbours is None or len(neighbours.runs) != 1:
+            return None
+        order = neighbours.runs[0]
+        weights = [layers[index]._parameters["weight"] for index in order]
+        if not recorded.prefers(x, weights):
+            return None
+        biases = [layers[index]._parameters["bias"] for index in order]
+        sizes = [len(one) for one in weights]
+        rows, columns = sum(sizes), weights[0].shape[1]
+        weight = weights[0].as_strided((rows, columns), (columns, 1))
+        bias = None if biases[0] is None else biases[0].as_strided((rows,), (1,))
+        parts = recorded.linear(x, weight, bias, weights if bias is None else weights + biases).split(sizes, -1)
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=_ADDRESS)]
 
     def _find(self, layers: Sequence[Any]) -> MemoryLayout | None:
         """The memory layout of the parameters; None if one of them must be read through its layer."""

@@ -80,6 +80,8 @@ class GroupedAttention(FusedProjections):
         """(B, T, D) -> query (B, T, H, head_dim), key, value (B, T, K, head_dim); any more go to `project_output`."""
         batch, length, _ = hidden_states.shape
         query, key, value = self.projections(hidden_states)
+        if value.requires_grad and value.is_cpu:
+            value = value.contiguous()  # it is kept for the backward pass, and would keep all of a joint product
         shape = (batch, length, -1, self.head_dim)
         return query.view(shape), key.view(shape), value.view(shape)
 

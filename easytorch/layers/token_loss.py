@@ -137,7 +137,7 @@ def correct_and_logsumexp(source: Tensor | HeadProduct, labels: Tensor) -> tuple
     """(N,) each: whether the largest logit is the label's, and the logsumexp; a chunk of logits at a time."""
     correct, normalizers = [], []
     product = source.rows() if isinstance(source, HeadProduct) else None
-    size = max(1, len(labels)) if product is None else default_chunk_size(product.vocabulary)
+    size = max(1, len(labels)) if product is None else default_chunk_size(product.vocabulary, labels.device)
     for start in range(0, len(labels), size):
         part = slice(start, start + size)
         logits = (source[part] if isinstance(source, Tensor) else source.rows(part).materialize()).float()
@@ -152,7 +152,7 @@ def _weighted_and_smoothed(source: Tensor | HeadProduct, labels: Tensor, options
     """Smoothing under class weights needs the weighted sum of a row's logits, which the operation does not give."""
     if isinstance(source, Tensor):
         return _losses_of_logits(source, labels, options)
-    size = options.chunk_size or default_chunk_size(source.vocabulary)
+    size = options.chunk_size or default_chunk_size(source.vocabulary, labels.device)
     rows = source.hidden.reshape(-1, source.hidden.shape[-1])
     losses = []
     for start in range(0, max(len(rows), 1), size):

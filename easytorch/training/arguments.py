@@ -49,7 +49,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
         device = find_device(config.device)
     except (ValueError, OSError) as error:
         wrong = error
-    with joined(device) as processes:
+    with joined(device, TrainingConfig.timeout if config is None else config.timeout) as processes:
         try:
             with processes.together():
                 if wrong is not None:
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
 def _report(error: Exception) -> int:
     """Print the error, on one line if it is a user error; returns the exit code."""
     from easytorch.training.finite import NonFiniteError
-    from easytorch.training.processes import OtherProcessError
+    from easytorch.training.processes import OtherProcessError, SilentProcessError
 
     if isinstance(error, OtherProcessError):
         return 2 if error.wrong_input else 1
@@ -75,7 +75,9 @@ def _report(error: Exception) -> int:
         print(f"error: {missing}", file=sys.stderr, flush=True)
         return 2
     code = 2 if isinstance(error, (ValueError, OSError)) else 1
-    if isinstance(error, (ValueError, OSError, NonFiniteError)) and not switch("EASYTORCH_TRACEBACK"):
+    if isinstance(error, (ValueError, OSError, NonFiniteError, SilentProcessError)) and not switch(
+        "EASYTORCH_TRACEBACK"
+    ):
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

@@ -29,7 +29,7 @@ MESH_AXES = (*DATA, "pp", "sp", "tp")
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
     "checkpoint_format", "async_checkpoint", "activation_checkpointing", "activation_checkpointing_every",
-    "tensorboard",
+    "tensorboard", "timeout",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -115,6 +115,7 @@ class TrainingConfig:
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer, and
         "pp" the layers into stages; one size may be -1, the rest. None means "dp=-1".
+    timeout: seconds that processes wait for one that does not answer before the run ends and names it.
     on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step is skipped and the run
         continues ("skip"), up to ten in a row. A checkpoint is written only if the weights give a finite loss.
     resume: continue from the newest checkpoint of `output`, to exactly what an uninterrupted run would give.
@@ -169,6 +170,7 @@ class TrainingConfig:
     async_checkpoint: bool = False
     tensorboard: bool = False
     mesh: str | None = None
+    timeout: int = 1800
     on_nonfinite: str = "stop"
     resume: bool = False
     change: tuple[str, ...] = ()
@@ -201,6 +203,7 @@ class TrainingConfig:
             "keep_checkpoints",
             "decay_steps",
             "activation_checkpointing_every",
+            "timeout",
         ):
             self._require_count(name, 1)
         for name in ("warmup_steps", "save_every", "shuffle_buffer"):

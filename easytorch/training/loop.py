@@ -16,6 +16,7 @@ import torch
 
 from easytorch.bridge.errors import CheckpointError
 from easytorch.training.activations import checkpoint_and_compile
+from easytorch.training.allocator import kept_memory
 from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
 from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
@@ -68,12 +69,20 @@ def train(config: TrainingConfig) -> TrainingResult:
     `NonFiniteError` where the loss, a gradient or a weight is NaN or infinite. Under torchrun one process raises it,
     the others `OtherProcessError`.
     """
-    with joined(find_device(config.device)) as processes:
+    with joined(find_device(config.device), config.timeout) as processes:
         return train_among(processes, config)
 
 
 def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
     """`train`, in processes that have joined already."""
+    with processes.one_failure():
+        run = _prepare(processes, config)
+    processes.limit_waiting()  # the mesh has made groups
+    return run.run()
+
+
+def _prepare(processes: Processes, config: TrainingConfig) -> _Run:
+    """Inputs, model, optimizer and the progress of a checkpoint, in every process."""
     settings: dict[str, Any] = {}
     with processes.together():
         checkpoint = find_checkpoint(config)
@@ -96,7 +105,7 @@ def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
         parallel.check_restorable(checkpoint)
         restore(checkpoint, state, model, optimizer, processes)
     saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
-    return _Run(config, processes, tokenizer, task, parallel, optimizer, state["step"], saver).run()
+    return _Run(config, processes, tokenizer, task, parallel, optimizer, state["step"], saver)
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:
@@ -159,6 +168,7 @@ class _Run:
     def run(self) -> TrainingResult:
         config, interrupted = self.config, False
         with ExitStack() as stack:
+            stack.enter_context(kept_memory())
             stop = stack.enter_context(StopOnSignal())
             stack.enter_context(self.processes.one_failure(stop))
             stack.callback(self.saver.close)
@@ -195,6 +205,7 @@ class _Run:
     def _train_step(self) -> None:
         """One optimizer step over `batch_size` rows, of which this process computes its contiguous share."""
         config, start = self.config, time.perf_counter()
+        self.processes.doing = f"in step {self.step + 1}"
         self.parallel.seed(dropout_seed(config.seed, self.step, self.parallel.tokens))
         task = self.task
         indices = task.indices(self.step, config.batch_size, config.seed)
@@ -287,6 +298,7 @@ class _Run:
     def _evaluate(self) -> None:
         """The mean loss of the held-out rows, each computed by one process."""
         self.model.eval()
+        self.processes.doing = f"in the evaluation after step {self.step}"
         processes, parallel, task, total, count = self.processes, self.parallel, self.task, 0.0, 0
         first, end = task.train_count, task.train_count + task.eval_count
         mine = np.arange(first, end)[parallel.place :: parallel.places]  # there may be fewer rows than processes
@@ -308,6 +320,7 @@ class _Run:
     def _save(self) -> None:
         """Save a checkpoint if the weights are finite: the loss of a step is that of the weights before it, so without
         this check the last good checkpoint could be replaced by diverged weights."""
+        self.processes.doing = f"while the checkpoint of step {self.step} is written"
         bad = nonfinite_parameter(self.model)
         if self.processes.any(bad is not None):  # in one process alone, where its memory is bad
             found: str | None = bad or "a parameter is not finite in another process"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, _world
 
 from easytorch.distributed.mesh import release_groups
 from easytorch.tpu_platform import find_device as find_tpu
@@ -23,6 +25,8 @@ from easytorch.training.interrupt import StopOnSignal
 
 # torchrun polls its processes ten times a second; on a busy machine it takes longer to react.
 LOST_PEER_SECONDS = 3.0
+# When one process has waited too long for another, all that are alive have, give or take this.
+SILENT_SECONDS = 5.0
 
 
 class OtherProcessError(RuntimeError):
@@ -33,13 +37,23 @@ class OtherProcessError(RuntimeError):
         super().__init__(message)
 
 
+class SilentProcessError(RuntimeError):
+    """Another process has not answered for as long as the setting `timeout` allows."""
+
+
 @dataclass
 class Processes:
-    """This process among `world` others, and the device it trains on. `failed`: all of them know that the run has."""
+    """This process among `world` others, and the device it trains on.
+
+    timeout: seconds that it waits for the others. doing: what it does, for the error where they do not answer.
+    failed: all of them know that the run has.
+    """
 
     rank: int
     world: int
     device: torch.device
+    timeout: float = 1800.0
+    doing: str = field(default="before the first step", init=False)
     failed: bool = field(default=False, init=False)
     mesh: Any = field(default=None, init=False)  # the DeviceMesh that `in_parallel` made of them
     _cpu_group: Any = field(default=None, init=False)
@@ -61,7 +75,7 @@ class Processes:
         """A group of all processes with a CPU backend for checkpoints, which threads may use beside the training's
         own; None for one process. Each process calls this."""
         if self.world > 1 and self._cpu_group is None:
-            self._cpu_group = dist.new_group(backend="gloo")
+            self._cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         return self._cpu_group
 
     def from_first(self, path: Path) -> Path:
@@ -111,22 +125,47 @@ class Processes:
             ) from error
         raise error
 
+    def limit_waiting(self) -> None:
+        """Make every group of this process wait no longer than `timeout`; those of a mesh have torch's default."""
+        for group in list(_world.pg_map) if self.world > 1 else ():
+            _set_pg_timeout(timedelta(seconds=self.timeout), group)
+
     @contextmanager
-    def one_failure(self, stop: StopOnSignal) -> Iterator[None]:
+    def one_failure(self, stop: StopOnSignal | None = None) -> Iterator[None]:
         """For a block that communicates: a process that fails in it breaks the connections of the others, which then
         raise `OtherProcessError`. The first to fail marks it in the shared store; if a process is killed, torchrun
-        sends the others SIGTERM."""
+        sends the others SIGTERM. If one does not answer in time, the first that has waited for it raises
+        `SilentProcessError`."""
         try:
             yield
         except Exception as error:  # a boundary between processes
             if self.world == 1 or self.failed:
                 raise
             mine = f"{self.rank} {_mark(error):.0f}"
-            rank, mark = _get_default_store().compare_set("easytorch/failed", "", mine).decode().split()
+            store = _get_default_store()
+            store.set(f"easytorch/alive/{self.rank}", "1")
+            rank, mark = store.compare_set("easytorch/failed", "", mine).decode().split()
             broken = isinstance(error, RuntimeError)
-            if rank != str(self.rank) or (broken and stop.asked_within(LOST_PEER_SECONDS)):
+            waited = broken and "timed out" in str(error).lower()
+            if rank == str(self.rank) and waited and (silent := self._silent(store)):
+                raise SilentProcessError(
+                    f"process{'es' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {self.world} "
+                    f"{'have' if len(silent) > 1 else 'has'} not answered for {self.timeout:g} seconds "
+                    f"({flag('timeout')}), {self.doing}: it hangs, or its machine does"
+                ) from error
+            killed = broken and stop is not None and stop.asked_within(LOST_PEER_SECONDS)
+            if rank != str(self.rank) or killed:
                 raise OtherProcessError("another process has failed", wrong_input=mark == "2") from error
             raise
+
+    def _silent(self, store: dist.Store) -> list[int]:
+        """The processes that have not failed, as this one has, and so have not come to where they would wait."""
+        until = time.monotonic() + SILENT_SECONDS
+        while True:
+            silent = [rank for rank in range(self.world) if not store.check([f"easytorch/alive/{rank}"])]
+            if not silent or time.monotonic() > until:
+                return silent
+            time.sleep(0.05)
 
 
 def _of_this_start(store: dist.Store, world: int) -> dist.Store:
@@ -161,8 +200,11 @@ def find_device(device: str) -> torch.device:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Processes]:
-    """Join the processes torchrun started (gloo on CPU, nccl on GPU); without torchrun there is only this one."""
+def joined(device: torch.device, timeout: float = 1800.0) -> Iterator[Processes]:
+    """Join the processes torchrun started (gloo on CPU, nccl on GPU); without torchrun there is only this one.
+
+    timeout: seconds that a process waits for the others, once all of them have joined.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if is_lazy(device):
@@ -179,7 +221,8 @@ def joined(device: torch.device) -> Iterator[Processes]:
             "nccl" if on_gpu else "gloo", store=_of_this_start(store, world), rank=rank, world_size=world,
             device_id=device if on_gpu else None,
         )  # fmt: skip
-    processes = Processes(int(os.environ.get("RANK", "0")), world, device)
+    processes = Processes(int(os.environ.get("RANK", "0")), world, device, timeout)
+    processes.limit_waiting()  # not before: a process may need long to start
     try:
         yield processes
     finally:

@@ -42,7 +42,8 @@ def refusal(
     # `resolve` refuses what is no tensor or has another dtype
     if query.dtype == torch.float64:
         return inference.other_dtype(query.dtype)
-    return inference.refusal((query, key, value, features.get("bias"), features.get("sinks")), gradients)
+    given = (query, key, value, features.get("bias"), features.get("sinks"))
+    return inference.refusal(given, gradients, dtype=query.dtype)
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:

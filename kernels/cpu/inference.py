@@ -21,12 +21,14 @@ _STRIDED = torch.strided
 _NO_GRADIENT = "it has no gradient"
 
 
-def refusal(given: Iterable[Any], gradients: bool = False) -> str | None:
+def refusal(
+    given: Iterable[Any], gradients: bool = False, *, dtype: torch.dtype | None = None, elementwise: bool = False
+) -> str | None:
     """None if such an operator may be called with these arguments, else the reason; only tensors are looked at.
 
-    gradients: the operator has one. It may build the library.
+    gradients: the operator has one. dtype, elementwise: as in `as_given`. It may build the library.
     """
-    if not as_given():
+    if not as_given(dtype, elementwise=elementwise):
         return _not_as_given()
     recorded, other = not gradients and torch.is_grad_enabled(), None
     for x in given:
@@ -54,14 +56,14 @@ def other_dtype(dtype: torch.dtype) -> str:
 
 
 def refusal_of_one_dtype(*tensors: Tensor, gradients: bool = False) -> str | None:
-    """`refusal` of an operator whose tensors have one dtype."""
+    """`refusal` of an elementwise operator whose tensors have one dtype."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
         return other_dtype(dtype)
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return f"it takes one dtype, got {dtype} and {tensor.dtype}"
-    return refusal(tensors, gradients)
+    return refusal(tensors, gradients, elementwise=True)
 
 
 def takes(*tensors: Tensor | None, gradients: bool = False) -> bool:
@@ -69,7 +71,7 @@ def takes(*tensors: Tensor | None, gradients: bool = False) -> bool:
     first = tensors[0]
     assert first is not None
     dtype, recorded = first.dtype, not gradients and torch.is_grad_enabled()
-    if dtype not in _FLOATS or not as_given():
+    if dtype not in _FLOATS or not as_given(elementwise=True):
         return False
     for x in tensors:
         if x is not None and (

@@ -25,13 +25,20 @@ from easytorch.kernels.cross_entropy.native import (
 )
 from easytorch.kernels.interop.arguments import check_int64
 from easytorch.kernels.interop.torch_func import eager, transforming
+from easytorch.kernels.linear.recorded import product
+
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Logits of one chunk: 128 MiB in float32, and still 256 rows of a vocabulary of 128k, enough to keep a matmul busy.
 LOGITS_AT_ONCE = 2**25
+# On a CPU 256 rows are enough whatever the vocabulary, and what is at most 32 MiB its allocator uses again.
+LOGITS_ON_CPU, ROWS_ON_CPU = 2**23, 256
 # The most logits that are materialized at once on a CPU: 4 MiB in float32. Time over that of chunks, forward and
 # backward, float32 / bfloat16: 0.58 / 0.58 for 2**16, 0.88 / 0.80 for 2**18, 0.92 / 0.84 for 2**20, 1.02 / 1.13 for
 # 2**21.
 SMALL = 2**20
+# Numbers of the gradient of the weight that are widened at once on a CPU.
+PRODUCT_IN_CACHE = 2**20
 
 # logits (n, V), labels and losses_grad (n,), settings -> losses (n,) and the gradient of the logits, if asked for
 Step = Callable[
@@ -55,7 +62,7 @@ def fused_linear_cross_entropy(
 ) -> torch.Tensor:
     """hidden (..., D), weight (V, D), labels (...), bias (V,) -> the loss, float32 (float64 for float64 inputs).
 
-    `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits. library: "torch" or
+    `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits, on a CPU 2**23. library: "torch" or
     "triton", which computes the losses and gradients of a chunk's logits. "mean" and "sum" are differentiable any
     number of times, beyond the first with all logits at once, "none" once. Raises `ValueError` for what does not fit.
     Few logits are materialized at once, unless there is a chunk_size, and all under `torch.func`.
@@ -74,7 +81,7 @@ def fused_linear_cross_entropy(
             softcap=softcap, z_loss=z_loss, reduction=reduction,
         )  # fmt: skip
     rows, flat = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1)
-    size = default_chunk_size(vocabulary) if chunk_size is None else chunk_size
+    size = default_chunk_size(vocabulary, hidden.device) if chunk_size is None else chunk_size
     settings = (ignore_index, label_smoothing, softcap, z_loss, size, library)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     # which gradients an exported program is asked for is not known yet
@@ -92,9 +99,12 @@ def _is_small(hidden: torch.Tensor, logits: int) -> bool:
     return hidden.is_cpu and eager() and logits <= SMALL
 
 
-def default_chunk_size(vocabulary: int) -> int:
-    """Rows whose logits are at most `LOGITS_AT_ONCE`, a power of two."""
-    return 1 << max(LOGITS_AT_ONCE // vocabulary, 1).bit_length() - 1
+def default_chunk_size(vocabulary: int, device: torch.device) -> int:
+    """Rows whose logits are at most `LOGITS_AT_ONCE`, a power of two; on a CPU fewer of them, if enough rows are left."""
+    logits = LOGITS_AT_ONCE
+    if device.type == "cpu":
+        logits = min(logits, max(LOGITS_ON_CPU, ROWS_ON_CPU * vocabulary))
+    return 1 << max(logits // vocabulary, 1).bit_length() - 1
 
 
 def over_chunks(
@@ -111,11 +121,18 @@ def over_chunks(
     # parts are concatenated, not written into slices: inside an operator torch_xla loses what is written to a view
     _, weight_grad, bias_grad = _empty_grads(hidden, weight, wanted, one_chunk)
     bias_grad.zero_()
+    if torch.is_autocast_enabled(hidden.device.type):  # once, where autocast would for each product
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        parts, weight = hidden.to(dtype), weight.to(dtype)
+    else:
+        parts = hidden
     for start in range(0, max(hidden.shape[0], 1), chunk_size):
         rows = slice(start, start + chunk_size)
-        part = hidden[rows]
+        part = parts[rows]
         upstream = losses_grad[rows] if losses_grad is not None and any(wanted) else None
-        loss, grad = step(F.linear(part, weight, bias), labels[rows], upstream, settings)
+        logits = product(part, weight) if bias is None and part.is_cpu else F.linear(part, weight, bias)
+        loss, grad = step(logits, labels[rows], upstream, settings)
+        del logits  # or those of two chunks would be there at once
         losses.append(loss)
         if grad is None:
             continue
@@ -123,14 +140,23 @@ def over_chunks(
             hidden_grads.append((grad @ weight).to(hidden.dtype))
         if wanted[1] and weight_grad.dtype == grad.dtype:
             weight_grad.addmm_(grad.t(), part, beta=float(start > 0))  # of beta 0 nothing is read
-        elif wanted[1] and start == 0:
-            weight_grad.copy_(grad.t() @ part)
         elif wanted[1]:
-            weight_grad += grad.t() @ part
+            _add_wide(weight_grad, grad, part, first=start == 0)
         if wanted[2]:
             bias_grad += grad.sum(0, dtype=bias_grad.dtype)
+        del grad
     hidden_grad = torch.cat(hidden_grads) if hidden_grads else hidden.new_empty(0)
     return torch.cat(losses), hidden_grad, weight_grad, bias_grad
+
+
+def _add_wide(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor, *, first: bool) -> None:
+    """total (V, D) += grad (n, V).T @ part (n, D), of a narrower dtype; first: total is not read. On a CPU a few classes
+    at a time, whose product stays in the cache."""
+    classes = max(1, PRODUCT_IN_CACHE // part.shape[1]) if total.is_cpu else len(total)
+    for start in range(0, len(total), classes):
+        rows = slice(start, start + classes)
+        product_of_rows = grad[:, rows].t() @ part
+        total[rows].copy_(product_of_rows) if first else total[rows].add_(product_of_rows)
 
 
 @torch.library.custom_op("easytorch::fused_linear_cross_entropy_sum", mutates_args=())
@@ -249,6 +275,9 @@ def _step(library: str) -> Step:
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """grad * factor in `dtype`; in place where the graph is freed by this backward pass, which ends the use of grad."""
+    if grad.dtype == dtype and eager() and not torch.is_grad_enabled() and not _keep_graph():
+        return grad.mul_(factor)
     if grad.device.type != "cpu" or torch.is_grad_enabled() or grad.dtype == dtype:
         return (grad * factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty(grad.shape, dtype=dtype))  # one pass, nothing wide in between

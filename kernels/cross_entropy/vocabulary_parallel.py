@@ -54,7 +54,7 @@ def cross_entropy(
     call = _Call(
         settings=chunk.Settings(ignore_index, label_smoothing, softcap, z_loss),
         step=functools.partial(_step, group=group, first=first, vocabulary=vocabulary),
-        chunk_size=default_chunk_size(weight.shape[0]) if chunk_size is None else chunk_size,
+        chunk_size=default_chunk_size(weight.shape[0], weight.device) if chunk_size is None else chunk_size,
         group=group,
     )
     if reduction == "none":

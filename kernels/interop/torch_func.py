@@ -68,16 +68,25 @@ def untraced() -> bool:
     return not (is_compiling() or _transforms() or _modes() or _tracing_state() is not None)
 
 
-def as_given() -> bool:
-    """`untraced`, and neither autocast on the CPU nor forward-mode gradients change what an operator would be given."""
+def as_given(dtype: torch.dtype | None = None, *, elementwise: bool = False) -> bool:
+    """`untraced`, and neither autocast on the CPU nor forward-mode gradients change what an operator would be given.
+
+    dtype: of the floating tensors that it is given, which autocast to the same one leaves as they are. elementwise: an
+    operation whose steps autocast casts nothing for, such as norms.
+    """
     return not (
         is_compiling()
         or _transforms()
         or _modes()
         or _tracing_state() is not None
-        or (_autocasts() and torch.is_autocast_enabled("cpu"))
+        or (not elementwise and _autocasts() and autocast_from(dtype))
         or forward_ad._current_level >= 0
     )
+
+
+def autocast_from(dtype: torch.dtype | None) -> bool:
+    """Whether autocast on the CPU is enabled, to another dtype than this."""
+    return torch.is_autocast_enabled("cpu") and dtype is not torch.get_autocast_dtype("cpu")
 
 
 def recording(*tensors: torch.Tensor | None) -> bool:

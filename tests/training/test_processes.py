@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from easytorch.training import processes as module
 from easytorch.training.interrupt import StopOnSignal
-from easytorch.training.processes import OtherProcessError, Processes, _of_this_start
+from easytorch.training.processes import OtherProcessError, Processes, SilentProcessError, _of_this_start
 
 
 class Store(dict):
@@ -19,6 +19,12 @@ class Store(dict):
         if self.get(key, "") == expected:
             self[key] = desired
         return self[key].encode()
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
 
 
 @pytest.fixture
@@ -42,6 +48,18 @@ def test_the_first_to_fail_speaks_and_the_others_have_its_exit_code(ranks, error
     assert fails(ranks[1], error) is error
     other = fails(ranks[0], RuntimeError("Connection closed by peer"))
     assert isinstance(other, OtherProcessError) and other.wrong_input is wrong_input
+
+
+def test_a_process_that_does_not_answer_is_named_by_the_first_that_has_waited(ranks, monkeypatch):
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
+    waited = RuntimeError("[tcp/unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation to complete")
+    ranks[0].doing, ranks[0].timeout = "in step 5", 7.0
+    found = fails(ranks[0], waited)
+    assert isinstance(found, SilentProcessError)
+    assert str(found).startswith("process 1 of 2 has not answered for 7 seconds (timeout (--timeout)), in step 5: ")
+    assert isinstance(fails(ranks[1], waited), OtherProcessError), "it was alive after all, and late"
+    module._get_default_store().pop("easytorch/failed")
+    assert fails(ranks[1], waited) is waited, "both are alive: it is the network"
 
 
 def test_a_connection_that_a_killed_process_broke_is_not_told(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,9 +44,12 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_weight(dtype: torch.d
 
 def test_the_chunk_is_bounded_in_logits() -> None:
     for vocabulary in (2, 1000, 32000, 128256, 2**26):
-        rows = default_chunk_size(vocabulary)
+        rows = default_chunk_size(vocabulary, torch.device("cuda"))
         assert rows >= 1 and rows & (rows - 1) == 0
         assert rows == 1 or rows * vocabulary <= fused_linear.LOGITS_AT_ONCE < 2 * rows * vocabulary
+        fewer = default_chunk_size(vocabulary, torch.device("cpu"))
+        assert fewer <= rows and (fewer == rows or fewer >= fused_linear.ROWS_ON_CPU)
+        assert fewer * vocabulary <= fused_linear.LOGITS_ON_CPU or fewer <= fused_linear.ROWS_ON_CPU
 
 
 def test_the_result_does_not_depend_on_the_chunks() -> None:
@@ -69,6 +73,47 @@ def test_float16_gradients_survive_a_loss_scale() -> None:
     expected = torch.autograd.grad(native.linear_cross_entropy(*wide, labels) * 2.0**14, wide)
     for got, want in zip(grads, expected, strict=True):
         assert (got - want).square().mean().sqrt() <= 1e-3 * want.square().mean().sqrt()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last pass over a graph scales the gradients in place, the others must not."""
+    monkeypatch.setattr(fused_linear, "SMALL", 0)
+    hidden, weight = torch.randn(9, 8).requires_grad_(), torch.randn(30, 8).requires_grad_()
+    loss = fused_linear_cross_entropy(hidden, weight, torch.randint(0, 30, (9,))) * 3.0
+    passes = [torch.autograd.grad(loss, (hidden, weight), retain_graph=number < 2) for number in range(3)]
+    for again in passes[1:]:
+        torch.testing.assert_close(again, passes[0], rtol=0, atol=0)
+
+
+def test_under_autocast_the_weight_is_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linear, "SMALL", 0)
+    hidden, weight = torch.randn(40, 16).requires_grad_(), torch.randn(30, 16).requires_grad_()
+    labels = torch.randint(0, 30, (40,))
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        settings, ones = Settings(-100, 0.0, None, 0.0), torch.ones(40)
+        fused_linear.over_chunks(hidden, weight, None, labels, ones, settings, 8, step, [True, True, False])
+    assert casts.of[30, 16] == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused_linear_cross_entropy(hidden, weight, labels, chunk_size=8)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
+    expected = torch.autograd.grad(native.linear_cross_entropy(*wide, labels), wide)
+    for one, want in zip(found, expected, strict=True):
+        assert one.dtype is torch.float32 and (one - want).norm() <= 8e-3 * want.norm()
+
+
+class Casts(TorchDispatchMode):
+    """How often a tensor of each shape is cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16:
+            self.of[tuple(result.shape)] += 1
+        return result
 
 
 def test_only_the_gradients_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

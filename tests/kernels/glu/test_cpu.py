@@ -152,7 +152,8 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert operation.choose(gate, gate, **options).backend != "cpu"
     with torch.autocast("cpu", torch.bfloat16):
-        assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "aten"
+        assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "cpu"
+        assert operation(torch.ones(2, 256), torch.ones(2, 256), **options).dtype is torch.float32, "nothing is cast"
     torch.func.vmap(lambda row: operation(row, row, **options))(torch.ones(2, 256))
     monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
     assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "aten"
