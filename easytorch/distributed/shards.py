@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -54,12 +56,14 @@ def save_shards(
     *,
     group: Any = None,
     in_background: bool = False,
+    stager: Stager | None = None,
 ) -> Future[Any] | None:
     """Write each rank's part of the tensors into `folder`, synced. Each rank of `group` calls this.
 
     finish: called by the first rank when every rank has written, before this returns in any of them; its error is
     everyone's. in_background: copy the tensors to the CPU, and write them while training goes on; returns a future to
-    give to `result_of`. group: of a CPU backend.
+    give to `result_of`. group: of a CPU backend. stager: keeps the memory of the copies for the next save in the
+    background, which must not begin before this one is done.
     Raises `ShardsFailedError` in every rank.
     """
     # ranks with strided shards communicate here, so before a thread does
@@ -67,14 +71,14 @@ def save_shards(
     for name, one in tensors.items():
         state[name] = _rectangular(one)
         local = _local(state[name])
-        if local.numel() and local.data_ptr() in seen:
+        if local.numel() and local.data_ptr() in seen and not in_background:  # which copies each
             state[name] = state[name].clone()  # safetensors refuses two names of one memory
         seen.add(local.data_ptr())
     writer = _Writer(folder, _merged(_files(state), group), finish)
     # that there is no process group is what a single process wants; the filter is for a thread too
     warnings.filterwarnings("ignore", message=_ALONE)
     if in_background:
-        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group)
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager or Stager())
         return future  # type: ignore[no-any-return]
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
@@ -123,6 +127,20 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path, *, group: Any = Non
         for name, one in tensors.items():
             if isinstance(one, DTensor) and _placements(one) is not None:
                 one.detach().copy_(targets[name].redistribute(placements=one.placements))  # type: ignore[attr-defined]
+
+
+class Stager(BlockingAsyncStager):
+    """Copies tensors to the CPU, into the memory of the copies before where they are as large.
+
+    torch's own keeps it too, but as pinned memory, which there is with a GPU alone.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        shapes = {name: (_local(one).shape, one.dtype) for name, one in state_dict.items()}
+        if self.state_dict_cache is None or shapes != self.shapes:
+            self.state_dict_cache, self.shapes = _create_cpu_state_dict(state_dict), shapes
+        copied: dict[str, Any] = _copy_state_dict(state_dict, self.state_dict_cache)
+        return copied
 
 
 class _Writer(HuggingFaceStorageWriter):

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of malloc.h. Setting one ends malloc's own adjustment of the thresholds: afterwards they are what the large blocks that
-# training frees would have made of them.
+# Of malloc.h. Setting one ends malloc's own adjustment of the thresholds: afterwards they are those that it
+# comes to by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25, _MMAP_MAX: 65536}
 _NEVER = -1

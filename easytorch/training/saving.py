@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from easytorch.bridge.storage.atomic import new_folder
-from easytorch.distributed.shards import ShardsFailedError, model_tensors, result_of, save_shards
+from easytorch.distributed.shards import ShardsFailedError, Stager, model_tensors, result_of, save_shards
 from easytorch.training import adapter
 from easytorch.training.checkpoint import PROGRESS, checkpoint_path, remove_old, save_checkpoint
 from easytorch.training.config import TrainingConfig
@@ -45,6 +45,7 @@ class CheckpointSaver:
         self.sharded = config.checkpoint_format == "sharded" or (
             config.checkpoint_format == "auto" and parallel.sharded
         )
+        self._stager = Stager()
         self._running: tuple[Path, Future[Any], ExitStack] | None = None
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
@@ -130,7 +131,7 @@ class CheckpointSaver:
 
         def write() -> None:
             nonlocal future
-            future = save_shards(state, folder, publish, group=group, in_background=background)
+            future = save_shards(state, folder, publish, group=group, in_background=background, stager=self._stager)
 
         if background:
             write()

@@ -62,10 +62,10 @@ def fused_linear_cross_entropy(
 ) -> torch.Tensor:
     """hidden (..., D), weight (V, D), labels (...), bias (V,) -> the loss, float32 (float64 for float64 inputs).
 
-    `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits, on a CPU 2**23. library: "torch" or
-    "triton", which computes the losses and gradients of a chunk's logits. "mean" and "sum" are differentiable any
-    number of times, beyond the first with all logits at once, "none" once. Raises `ValueError` for what does not fit.
-    Few logits are materialized at once, unless there is a chunk_size, and all under `torch.func`.
+    `native.linear_cross_entropy` defines it. chunk_size: rows at once, None for about 2**25 logits, on a CPU 2**23.
+    library: "torch" or "triton", which computes the losses and gradients of a chunk's logits. "mean" and "sum" are
+    differentiable any number of times, beyond the first with all logits at once, "none" once. Raises `ValueError` for
+    what does not fit. Few logits are materialized at once, unless there is a chunk_size, and all under `torch.func`.
     """
     check_linear(hidden, weight, bias, labels)
     vocabulary = weight.shape[0]
@@ -100,7 +100,7 @@ def _is_small(hidden: torch.Tensor, logits: int) -> bool:
 
 
 def default_chunk_size(vocabulary: int, device: torch.device) -> int:
-    """Rows whose logits are at most `LOGITS_AT_ONCE`, a power of two; on a CPU fewer of them, if enough rows are left."""
+    """Rows whose logits are at most `LOGITS_AT_ONCE`, a power of two; on a CPU fewer, if enough rows are left."""
     logits = LOGITS_AT_ONCE
     if device.type == "cpu":
         logits = min(logits, max(LOGITS_ON_CPU, ROWS_ON_CPU * vocabulary))
@@ -150,8 +150,10 @@ def over_chunks(
 
 
 def _add_wide(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor, *, first: bool) -> None:
-    """total (V, D) += grad (n, V).T @ part (n, D), of a narrower dtype; first: total is not read. On a CPU a few classes
-    at a time, whose product stays in the cache."""
+    """total (V, D) += grad (n, V).T @ part (n, D), which are narrower; first: total is not read.
+
+    On a CPU a few classes at a time, whose product stays in the cache.
+    """
     classes = max(1, PRODUCT_IN_CACHE // part.shape[1]) if total.is_cpu else len(total)
     for start in range(0, len(total), classes):
         rows = slice(start, start + classes)

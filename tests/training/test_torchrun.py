@@ -137,6 +137,34 @@ def test_one_process_fails_and_only_its_failure_is_told(settings, tmp_path):
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device: 'metrics.jsonl'\n")
 
 
+HANGS = """
+import os, signal, sys
+from easytorch.training import arguments, loop
+original = loop._Run._loss
+def loss(self, module, tokens):
+    if self.step == 1 and os.environ["RANK"] == "1":
+        signal.pause()  # which torchrun ends
+        os._exit(1)
+    return original(self, module, tokens)
+loop._Run._loss = loss
+sys.exit(arguments.run(sys.argv[1:], "train"))
+"""
+
+
+def test_a_process_that_hangs_is_named_with_its_step(settings, tmp_path):
+    (tmp_path / "rank.py").write_text(HANGS)
+    config = settings(steps=4, eval_fraction=0.0, timeout=12, mesh="fsdp=2")
+    config.save(tmp_path / "run.json")
+    torchrun = ["-m", "easytorch.training.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(tmp_path / "rank.py"), "--config", str(tmp_path / "run.json")],
+        env={**os.environ, **child_environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    said = "error: process 1 of 2 has not answered for 12 seconds (timeout (--timeout)), in step 2: it hangs"
+    assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_bad_input_is_refused_before_anything_starts(settings, tmp_path):
     with pytest.raises(ValueError, match="does not divide"):
         launch(settings(batch_size=3), 2)

@@ -185,8 +185,8 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     described = (x.to("meta") for x in (query, key, value))
     assert operation.choose_on("cpu", tuple(described), {"causal": True}).backend != "cpu"
     with torch.autocast("cpu", torch.bfloat16):
-        assert operation.choose(query, key, value, causal=True).backend != "cpu"
-        assert operation.choose(*half, causal=True).backend == "cpu", "there is nothing to cast"
+        assert operation.choose(*wide, causal=True).backend != "cpu"
+        assert operation.choose(query, key, value, causal=True).backend == "cpu", "there is nothing to cast"
     narrow = OperationRegistry.create("attention", OperationMetadata(runtime_dtype=torch.bfloat16))
     assert narrow.choose(query, key, value, causal=True).backend != "cpu"
 
