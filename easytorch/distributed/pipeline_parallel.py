@@ -6,7 +6,7 @@ to stage and whose gradients come back (1F1B, arXiv:1806.03377).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +58,23 @@ class Pipeline:
         squared = own.detach().float().square()
         dist.all_reduce(squared, group=self.ranks.get_group())
         return squared.sqrt()
+
+    def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all stages by their names, on the CPU; each rank passes its own, and gets all of them.
+
+        They are sent one at a time, by the stage that has them.
+        """
+        group, every = self.ranks.get_group(), dict[str, Tensor]()
+        described: list[Any] = [None] * self.stages
+        dist.all_gather_object(described, [(name, tuple(x.shape), x.dtype) for name, x in own.items()], group=group)
+        for stage, tensors in enumerate(described):
+            source = dist.get_global_rank(group, stage)
+            for name, shape, dtype in tensors:
+                mine = stage == self.stage
+                one = own[name].to(self.device) if mine else torch.empty(shape, dtype=dtype, device=self.device)
+                dist.broadcast(one := one.contiguous(), source, group=group)
+                every[name] = one.cpu()
+        return every
 
     def _run(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss, *, train: bool) -> Tensor:
         def run(x: Tensor, number: int) -> Tensor:

@@ -281,10 +281,17 @@ class TrainingConfig:
             raise ValueError(f"{flag('lora')} trains replicas alone (--mesh dp=-1), and the mesh is {self.mesh}")
         for name, size in axes.items():
             self._require("mesh", name in MESH_AXES or size == 1, f"axes of {', '.join(MESH_AXES)}")
-        if self.task != "pretrain" and axes.get("sp", 1) > 1:
-            raise ValueError(
-                f"{flag('mesh')} {self.mesh}: sp divides rows of one length, and {flag('task')} {self.task} has others"
-            )
+        for name in ("sp", "pp"):
+            if axes.get(name, 1) > 1 and self.task == "dpo":
+                raise ValueError(
+                    f"{flag('mesh')} {self.mesh}: {flag('task')} dpo compares the logits of two models of each "
+                    f"answer, and over {name} no process has all of them"
+                )
+            if axes.get(name, 1) > 1 and self.task == "sft" and not self.packing:
+                raise ValueError(
+                    f"{flag('mesh')} {self.mesh}: {name} takes rows of one length, and without {flag('packing')} each "
+                    f"has that of its conversation"
+                )
         if self.block_size % axes.get("sp", 1):
             raise ValueError(
                 f"{flag('block_size')} {self.block_size} does not divide over the {axes['sp']} processes of sp in the "
@@ -292,8 +299,6 @@ class TrainingConfig:
             )
         if axes.get("pp", 1) > 1 and axes.get("sp", 1) > 1:
             raise ValueError(f"{flag('mesh')} {self.mesh}: pp and sp do not go together")
-        if axes.get("pp", 1) > 1 and self.checkpoint_format == "full":
-            raise ValueError(f"{flag('checkpoint_format')} full is none of a mesh with pp, {self.mesh}: take sharded")
         return axes
 
     def share(self, processes: int) -> tuple[int, int]:

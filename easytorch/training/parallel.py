@@ -100,7 +100,10 @@ class ParallelModel:
         if not self.sharded:
             return self.model
         assert self.original is not None
-        return unsharded(self.model, self.original, full_tensors(self.model))
+        weights = full_tensors(self.model)
+        if self.pipeline is not None:
+            weights = self.pipeline.gathered(weights)
+        return unsharded(self.model, self.original, weights)
 
 
 def unsharded(
@@ -137,8 +140,6 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     original, wrong, pipeline = type(model), None, None
     try:
         if axes.get("pp", 1) > 1:
-            if type(task).loss is not Task.loss:
-                raise ValueError(f"{type(task).__name__} has a loss that is not of the model's output: it needs no pp")
             from easytorch.distributed.pipeline_parallel import Pipeline
 
             pipeline = Pipeline(model, mesh["pp"] if mesh.ndim > 1 else mesh)

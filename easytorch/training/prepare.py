@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +71,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
         if "vocab_size" in config.model:
             notes.append("the model's vocab_size is not used: the tokenizer's is, set by --vocab-size")
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
-    axes = config.axes(processes)
-    shards = math.prod(axes.get(name, 1) for name in ("fsdp", "tp", "pp"))
-    notes.append(memory.describe(model, processes, device, shards, config.optimizer))
+    notes.append(memory.describe(model, processes, device, memory.held_by(config, processes)))
     return Inputs(texts, settings, notes)
 
 

@@ -20,6 +20,7 @@ from easytorch.training.optim import full_state, without_moments
 from easytorch.training.parallel import ParallelModel
 from easytorch.training.processes import Processes
 from easytorch.training.sharded import MODEL, export_model, moments, progress_text
+from easytorch.training.stages import full_state_of_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,14 +59,17 @@ class CheckpointSaver:
         if self.sharded:
             self._save_sharded(final, step, optimizer, data)
             return
-        model, state = self.parallel.to_save(), full_state(optimizer)
+        model = self.parallel.to_save()
+        if self.parallel.pipeline is None:
+            state, absent = full_state(optimizer), without_moments(optimizer)
+        else:
+            state, absent = full_state_of_stages(model, self.parallel, optimizer, self.processes, self.config)
         with self.processes.together():
             if self.processes.first:
                 save_checkpoint(
                     final, step, model, self.tokenizer,
                     {
-                        "optimizer": state, "without_moments": without_moments(optimizer), "settings": self.settings,
-                        "data": dict(data),
+                        "optimizer": state, "without_moments": absent, "settings": self.settings, "data": dict(data),
                     },
                     self.config.keep_checkpoints,
                 )  # fmt: skip

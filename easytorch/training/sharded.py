@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODEL = "model"  # the folder of a run with the final model as transformers writes it
-_MOMENTS = "optimizer."
+MOMENTS = "optimizer."
 
 
 def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -40,7 +40,7 @@ def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
     for name, parameter in model.named_parameters():
         if own := optimizer.state.get(parameter):
             steps[name] = float(own.get("step", 0.0))  # Muon and Lion count none
-            tensors |= {f"{_MOMENTS}{key}.{name}": value for key, value in own.items() if key != "step"}
+            tensors |= {f"{MOMENTS}{key}.{name}": value for key, value in own.items() if key != "step"}
     return tensors, steps
 
 
@@ -85,7 +85,7 @@ def restore(
             if name in steps:
                 shapes = state_shapes(optimizer, parameter)
                 found = {key: _zeros(parameter, shape) for key, shape in shapes.items() if key != "step"}
-                tensors |= {f"{_MOMENTS}{key}.{name}": value for key, value in found.items()}
+                tensors |= {f"{MOMENTS}{key}.{name}": value for key, value in found.items()}
                 own[name] = {**({"step": torch.tensor(float(steps[name]))} if "step" in shapes else {}), **found}
         _check_fit(checkpoint, tensors, saved)
     failed: dict[int, BaseException] = {}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ import easytorch
 from easytorch.training import train
 from easytorch.training.chat import IGNORED, answer_tokens, preference_tokens
 from easytorch.training.examples import Examples
+from easytorch.training.launch import child_environment
 from easytorch.training.metrics import read_metrics, series
 from easytorch.training.preferences import dpo_loss
 from easytorch.training.prepare import check_inputs, read_task
@@ -211,6 +215,67 @@ def test_a_run_is_resumed_to_the_bit(finetuning, name):
     for file, tensors in expected.items():
         assert_close(load_file(last / file), tensors, rtol=0, atol=0)
     assert losses(config) == curve
+
+
+OVER_MESHES = """
+import json, pathlib, sys, torch
+from easytorch.training import TrainingConfig
+from easytorch.training.loop import train_among
+from easytorch.training.processes import joined
+with joined(torch.device("cpu")) as processes:
+    for path in sys.argv[1:]:
+        train_among(processes, TrainingConfig.from_dict(json.loads(pathlib.Path(path).read_text())))
+    processes.barrier()
+"""
+
+
+def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, pretrained, tmp_path):
+    """As by one process: with sp and pp, whose checkpoint is full too, gathered from the stages."""
+    model = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    alone = finetuning("sft", "alone", model=model, tokenizer=str(pretrained), micro_batch_size=2)
+    train(alone)
+    runs = {
+        name: dataclasses.replace(alone, output=str(tmp_path / name), mesh=mesh, checkpoint_format=kind)
+        for name, mesh, kind in (("sp", "sp=2", "auto"), ("pp", "pp=2", "full"))
+    }
+    for name, config in runs.items():
+        config.save(tmp_path / f"{name}.json")
+    (tmp_path / "rank.py").write_text(OVER_MESHES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "rank.py"), *(str(tmp_path / f"{name}.json") for name in runs)],
+        env={**os.environ, **child_environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = read_metrics(Path(alone.output) / "metrics.jsonl")
+    for name, config in runs.items():
+        lines = read_metrics(Path(config.output) / "metrics.jsonl")
+        for key in ("loss", "eval_loss"):
+            found, wanted = ([value for _, value in series(one, key)] for one in (lines, expected))
+            assert wanted and found == pytest.approx(wanted, rel=1e-5), (name, key)
+    full, own = (Path(one.output) / "checkpoint-4" for one in (runs["pp"], alone))
+    assert {path.name for path in full.iterdir()} == {path.name for path in own.iterdir()}
+    weights, wanted_weights = load_file(full / "model.safetensors"), load_file(own / "model.safetensors")
+    assert weights.keys() == wanted_weights.keys()
+    for name, tensor in wanted_weights.items():
+        assert float((weights[name] - tensor).norm()) <= 1e-4 * float(tensor.norm()), name
+    # the moments too: one process goes on from them as from its own
+    for config in (runs["pp"], alone):
+        further = dataclasses.replace(config, mesh=None, resume=True, steps=5, change=("steps", "mesh", "processes"))
+        train(further)
+    last = [series(read_metrics(Path(one.output) / "metrics.jsonl"), "loss")[-1] for one in (runs["pp"], alone)]
+    assert last[0][0] == last[1][0] == 5 and last[0][1] == pytest.approx(last[1][1], rel=1e-5)
+
+
+def test_preferences_over_sequences_and_stages_are_refused_by_name(finetuning):
+    for name in ("sp", "pp"):
+        with pytest.raises(ValueError, match=f"dpo compares the logits .* over {name} no process has all of them"):
+            finetuning("dpo", mesh=f"{name}=2").axes(2)
+        with pytest.raises(ValueError, match=f"{name} takes rows of one length"):
+            finetuning("sft", mesh=f"{name}=2", packing=False).axes(2)
 
 
 def test_a_stream_goes_on_at_any_row_through_epochs(finetuning, tokenizer):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from easytorch.training import TrainingConfig, launch, memory, train
-from easytorch.training.architecture import check_architecture, check_positions
+from easytorch.training.architecture import build, check_architecture, check_positions
 from easytorch.training.config import LARGEST_COUNT, LARGEST_SEED, NOT_COMPARED
 from easytorch.training.data import read_texts, split_blocks, tokenize
 from easytorch.training.metrics import read_metrics
@@ -151,14 +151,31 @@ def test_a_block_of_exactly_the_positions_is_taken():
 def test_the_memory_that_there_is_may_be_taken_whole(settings):
     each = 10 * (memory.BYTES_A_WEIGHT + memory.STATE_BYTES["adamw"])
     for processes, on_gpu, shards, total in ((1, False, 1, each), (3, False, 1, 3 * each), (3, True, 1, each)):
-        assert "0.00 M parameters" in memory.needed(10, processes, on_gpu, total, shards)
+        held = memory.Held(shards=shards)
+        assert "0.00 M parameters" in memory.needed(10, processes, on_gpu, total, held)
         with pytest.raises(ValueError, match="a GPU has" if on_gpu else "this machine has"):
-            memory.needed(10, processes, on_gpu, total - 1, shards)
-    assert "over 2 shards" in memory.needed(10, 2, True, each // 2, 2)
-    assert "over 8 shards" in memory.needed(10, 8, True, 40, 8)  # every weight is loaded before it is sharded
+            memory.needed(10, processes, on_gpu, total - 1, held)
+    assert "over 2 shards" in memory.needed(10, 2, True, each // 2, memory.Held(shards=2))
+    eight = memory.Held(shards=8)
+    assert "over 8 shards" in memory.needed(10, 8, True, 40, eight)  # every weight is loaded before it is sharded
     with pytest.raises(ValueError, match="a GPU has"):
-        memory.needed(10, 8, True, 39, 8)
+        memory.needed(10, 8, True, 39, eight)
     assert memory.needed(10, 1, False, None)
+
+
+def test_the_memory_counts_experts_adapters_and_the_reference(finetuning, settings):
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "hidden_size": 16, "num_hidden_layers": 2}
+    config = build({"model_type": "qwen3_moe", **experts, "num_attention_heads": 2, "num_key_value_heads": 1})
+    parameters, of_experts = memory.count_with_experts(config)
+    assert of_experts == 2 * 4 * 3 * 8 * 16
+    held = memory.held_by(settings(mesh="fsdp=2,ep=2"), 4)
+    assert held.bytes_of(parameters, of_experts) == max(16 * (parameters - of_experts / 2) / 2, 4 * parameters)
+    assert "over 2 shards, experts over 2" in held.describe(of_experts)
+    dpo = memory.held_by(finetuning("dpo"), 1)
+    assert dpo.bytes_of(100) == 2000 and "4 of the frozen reference" in dpo.describe()
+    lora = memory.held_by(finetuning("sft", lora={"rank": 2}), 1)
+    few_bits = memory.held_by(finetuning("dpo", lora={"rank": 2}, quantize="int8"), 1)
+    assert (lora.bytes_of(100), few_bits.bytes_of(100)) == (400, 101)
 
 
 def test_text_that_is_a_folder_or_of_no_end_is_named(tmp_path):
