@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,6 @@ def test_tensorboard_is_asked_for_by_name(settings, monkeypatch):
         check_inputs(settings(tensorboard=True), 1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_tensorboard_has_the_metrics(settings):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
