@@ -285,7 +285,7 @@ class Bench:
         return statistics.median(self.measured[key])
 
     def throughput(self) -> None:
-        rounds, steps = (1, 4) if self.quick else (2, 9)
+        rounds, steps = (1, 4) if self.quick else (2, 7)
         for dtype in ("fp32", "bf16"):
             for number in range(rounds):
                 for name in ("ours", "trainer") if number % 2 == 0 else ("trainer", "ours"):
