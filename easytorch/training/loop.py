@@ -297,8 +297,8 @@ class _Run:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """The mean loss of the held-out rows, each computed by one process."""
-        self.model.eval()
         self.processes.doing = f"in the evaluation after step {self.step}"
+        self.model.eval()
         processes, parallel, task, total, count = self.processes, self.parallel, self.task, 0.0, 0
         first, end = task.train_count, task.train_count + task.eval_count
         mine = np.arange(first, end)[parallel.place :: parallel.places]  # there may be fewer rows than processes

@@ -56,9 +56,7 @@ def linear(x: Tensor, joint: Tensor, bias: Tensor | None, parameters: Sequence[T
     gradients are computed.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x.to(dtype), joint.detach(), None if bias is None else bias.detach(), *parameters
-    )
+    output: Tensor = _Linear.apply(x.to(dtype), joint.detach(), None if bias is None else bias.detach(), *parameters)
     return output
 
 
@@ -71,7 +69,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _prefers_onednn(elements: int) -> bool:
-    return _ONEDNN and elements >= ONEDNN_WEIGHT and torch.backends.mkldnn.enabled
+    return _ONEDNN and elements >= ONEDNN_WEIGHT and bool(torch.backends.mkldnn.enabled)
 
 
 class _Linear(torch.autograd.Function):
