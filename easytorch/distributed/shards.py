@@ -135,6 +135,8 @@ class Stager(BlockingAsyncStager):
     torch's own keeps it too, but as pinned memory, which there is with a GPU alone.
     """
 
+    shapes: dict[str, Any] | None = None
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         shapes = {name: (_local(one).shape, one.dtype) for name, one in state_dict.items()}
         if self.state_dict_cache is None or shapes != self.shapes:
