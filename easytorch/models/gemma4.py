@@ -53,7 +53,7 @@ class Gemma4MultimodalEmbedder(nn.Module):
 
 
 class Gemma4PreTrainedModel(gemma4_text.Gemma4PreTrainedModel):
-    config: Gemma4Config  # type: ignore[assignment]
+    config: Gemma4Config
     config_class = Gemma4Config
     input_modalities: Any = ("image", "text", "video", "audio")
     _can_record_outputs = None
@@ -129,7 +129,8 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
         assert places is not None, "the tower refuses images without"
         outputs.pooler_output = self.embed_vision(outputs.last_hidden_state)
         patches = (places != -1).all(dim=-1).sum(dim=-1)
-        return outputs, patches // self.config.vision_config.pooling_kernel_size**2
+        tower: Any = self.config.vision_config
+        return outputs, patches // tower.pooling_kernel_size**2
 
     @can_return_tuple
     def get_image_features(
