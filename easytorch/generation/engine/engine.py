@@ -289,8 +289,7 @@ class Engine:
         parts = [Chunk(chunk.request.pages, chunk.start, chunk.end, chunk.request.slot) for chunk in chunks]
         step = RaggedStep(self._cache, parts, self._states)
         tokens = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
-        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
-        ends = list(ends)
+        ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
         wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
         # a position's row among all chunks' tokens is its distance from the end of its chunk
         scored = [
