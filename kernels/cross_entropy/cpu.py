@@ -12,7 +12,7 @@ from easytorch.kernels.cpu.inference import DTYPES, last_dim_contiguous, other_d
 from easytorch.kernels.cross_entropy import native
 from easytorch.kernels.cross_entropy.native import check_arguments, check_logits, reduce
 from easytorch.kernels.interop.definition_gradients import by_definition
-from easytorch.kernels.interop.torch_func import transforming, untraced
+from easytorch.kernels.interop.torch_func import batched_by_autograd, transforming, untraced
 
 _NONE = torch.empty(0)
 # The fewest logits, and the smallest vocabulary, that it is chosen for. Loss and gradient over ATen's, one thread of a
@@ -93,7 +93,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels = ctx.saved_tensors
-        if torch.is_grad_enabled() or transforming():
+        if torch.is_grad_enabled() or transforming() or batched_by_autograd(grad):
 
             def definition(given: Tensor) -> Tensor:
                 names = ("ignore_index", "label_smoothing", "softcap", "z_loss")

@@ -37,6 +37,13 @@ def _functionalizing() -> bool:
     return all(level.key() == torch._C._functorch.TransformType.Functionalize for level in levels)
 
 
+def batched_by_autograd(grad: torch.Tensor) -> bool:
+    """True for a gradient of several outputs at once, of `torch.autograd.grad(is_grads_batched=True)` and the
+    vectorized `jacobian`: a vmap of its own, not one of `torch.func`'s, under which no operator that writes into its
+    arguments runs."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(grad))
+
+
 def forward_mode() -> bool:
     """True inside `forward_ad.dual_level`, `torch.func.jvp` and `jacfwd`, outside of graphs.
 

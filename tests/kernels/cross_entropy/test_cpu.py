@@ -131,3 +131,22 @@ def test_a_chunk_of_plain_logits_takes_it(monkeypatch: pytest.MonkeyPatch) -> No
     for other in (torch.randn(2, 4).double(), torch.randn(4, 2).t()):
         chunk.step(other, labels, None, settings)
     assert len(called) == 1
+
+
+def test_gradients_of_several_outputs_at_once() -> None:
+    """`is_grads_batched` and the vectorized jacobian: autograd's own vmap runs no operator that writes in place."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(3, 7, generator=generator).requires_grad_(), torch.tensor([2, -7, 0])
+    settings = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "reduction": "none", "ignore_index": -7}
+    upstream = torch.randn(4, 3, generator=generator)
+    found = [
+        torch.autograd.grad(loss(logits, labels, **settings), logits, upstream, is_grads_batched=True)[0]
+        for loss in (cpu.cross_entropy, native.cross_entropy)
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(
+            lambda rows: cpu.cross_entropy(rows, labels, **settings), logits, vectorize=True
+        ),
+        torch.autograd.functional.jacobian(lambda rows: native.cross_entropy(rows, labels, **settings), logits),
+    )
