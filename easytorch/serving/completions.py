@@ -68,7 +68,7 @@ class Chat:
 
     def _token(self, token: int, logprob: Logprob) -> dict[str, Any]:
         text = _text(logprob)
-        return {"token": text, "logprob": logprob.logprob, "bytes": token_bytes(self._tokenizer, token, text)}
+        return {"token": text, "logprob": _number(logprob), "bytes": token_bytes(self._tokenizer, token, text)}
 
 
 class Completions:
@@ -103,7 +103,7 @@ class Completions:
         """Those of new tokens from `known` on. before: characters of the echo."""
         if completion.logprobs is None:
             return None
-        found = [(_text(given[token]), given[token].logprob, given)
+        found = [(_text(given[token]), _number(given[token]), given)
                  for token, given in zip(completion.token_ids, completion.logprobs, strict=True)]  # fmt: skip
         before += sum(len(text) for text, _, _ in found[:known])
         offsets = itertools.accumulate((len(text) for text, _, _ in found[known:]), initial=before)
@@ -117,7 +117,7 @@ class Completions:
         found, offsets, before = [], [], 0
         for token, given in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
             text = self._tokenizer.decode([token]) if given is None else _text(given[token])
-            found.append((text, None if given is None else given[token].logprob, given))
+            found.append((text, None if given is None else _number(given[token]), given))
             offsets.append(before)
             # a token that the tokenizer put before the text is none of its characters
             before += 0 if token in special and not echo.startswith(text, before) else len(text)
@@ -128,7 +128,7 @@ def _lists(
     found: Sequence[tuple[str, float | None, Mapping[int, Logprob] | None]], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """For each token its text, log probability and the likeliest -> the legacy API's parallel lists."""
-    tops = [None if given is None else {_text(one): one.logprob for one in given.values()} for _, _, given in found]
+    tops = [None if given is None else {_text(one): _number(one) for one in given.values()} for _, _, given in found]
     return {
         "tokens": [text for text, _, _ in found], "token_logprobs": [value for _, value, _ in found],
         "top_logprobs": tops, "text_offset": [*offsets],
@@ -137,6 +137,11 @@ def _lists(
 
 def _text(logprob: Logprob) -> str:
     return logprob.decoded_token or ""
+
+
+def _number(logprob: Logprob) -> float:
+    """The log probability; JSON has no infinity for a token that the model rules out, and OpenAI writes -9999.0."""
+    return max(logprob.logprob, -9999.0)
 
 
 async def without_new_token(outputs: Outputs) -> Outputs:

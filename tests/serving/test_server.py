@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import socket
 
 import openai
 import pytest
+import torch
 
-from easytorch.generation.engine import LLM, SamplingParams
+from easytorch.generation.engine import LLM, Engine, SamplingParams
 from easytorch.serving.app import create_app
 from easytorch.serving.chat import chat_prompt
 from easytorch.serving.limits import Limits
@@ -22,8 +24,6 @@ MESSAGES = [{"role": "developer", "content": "the class"}, {"role": "user", "con
 
 @pytest.fixture(scope="module")
 def address(model, tokenizer):
-    from easytorch.generation.engine import Engine
-
     engine = Engine(model, tokenizer, max_memory=1 << 21)
     with serving(create_app("small", engine=engine, api_key=KEY, max_body=20_000)) as (url, _):
         yield url
@@ -160,6 +160,23 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, token
         assert only.logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1 : len(given)], abs=1e-4)
         assert all(value is not None and value < 0 for value in found.token_logprobs[1:])
     assert alone.usage.completion_tokens == 0 and alone.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_tokens_that_the_model_rules_out(model, tokenizer):
+    """JSON has no infinity: it was an error of the client's, and in a stream no JSON."""
+    ruled_out = copy.deepcopy(model)
+    never = torch.zeros(len(tokenizer)).index_fill(0, torch.tensor([7]), float("-inf"))
+    ruled_out.lm_head.bias = torch.nn.Parameter(never)
+    engine = Engine(ruled_out, tokenizer, max_memory=1 << 21)
+    with serving(create_app("small", engine=engine)) as (url, _):
+        http = openai.DefaultHttpxClient(trust_env=False, timeout=300)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+        asked = {"model": "small", "prompt": [5, 7, 9], "echo": True, "logprobs": 1, "max_tokens": 0}
+        (whole,) = client.completions.create(**asked).choices
+        (piece, *_) = [one for chunk in client.completions.create(**asked, stream=True) for one in chunk.choices]
+    for found in (whole.logprobs, piece.logprobs):
+        assert found.token_logprobs[1] == found.top_logprobs[1][found.tokens[1]] == -9999.0
+        assert found.token_logprobs[2] > -9999.0
 
 
 def test_a_stream_of_completions_joins_to_the_answer(client):
