@@ -26,6 +26,7 @@ from easytorch.frontend import optimizer_rules
 from easytorch.frontend.decompositions import decompositions
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.partition_ops import barrier, with_sharding
+from easytorch.frontend.step_draws import Draws
 
 # (parameter's name, its value) -> the value as the module computes with it
 Gather = Callable[[str, Tensor], Tensor]
@@ -112,17 +113,18 @@ def _step(
         if loss.dim():
             raise LoweringError(f"the loss of a train step is one number, and it has the shape {tuple(loss.shape)}")
     found = torch.autograd.grad(loss, variables, allow_unused=True)
-    grads = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(variables, found, strict=True)]
-    # each device keeps its own part alone, as soon as it is there
-    grads = [
-        with_sharding(grad, spec.stored[name]) if name in spec.stored else grad
-        for name, grad in zip(values, grads, strict=True)
-    ]
+    # torch's optimizers leave a parameter that the loss does not depend on as it is, without weight decay;
+    # each device keeps its own part of a gradient alone, as soon as it is there
+    grads = {
+        name: with_sharding(grad, spec.stored[name]) if name in spec.stored else grad
+        for name, grad in zip(values, found, strict=True)
+        if grad is not None
+    }
     with torch.no_grad():
-        norm = torch.stack([grad.float().square().sum() for grad in grads]).sum().sqrt()
+        norm = torch.stack([grad.float().square().sum() for grad in grads.values()]).sum().sqrt()
         if spec.max_norm is not None:
             scale = (spec.max_norm / (norm + 1e-6)).clamp(max=1.0)
-            grads = [grad * scale.to(grad.dtype) for grad in grads]
+            grads = {name: grad * scale.to(grad.dtype) for name, grad in grads.items()}
         new, kept = _updated(spec, values, dict(zip(spec.slots, slots, strict=True)), grads, numbers)
     return [*new, *kept, *own.values(), loss.detach(), norm]
 
@@ -131,16 +133,18 @@ def _updated(
     spec: StepSpec,
     values: Mapping[str, Tensor],
     slots: Mapping[tuple[str, str], Tensor],
-    grads: Sequence[Tensor],
+    grads: Mapping[str, Tensor],
     numbers: Tensor,
 ) -> tuple[list[Tensor], list[Tensor]]:
     new, kept = [], {}
     rows = [row.unbind() for row in numbers.unbind()]
-    for (name, value), grad in zip(values.items(), grads, strict=True):
+    for name, value in values.items():
         number = spec.groups[name]
         group = spec.optimizer.param_groups[number]
         own = {slot: slots[name, slot] for slot in optimizer_rules.slots(spec.optimizer, group)}
-        changed, after = optimizer_rules.update(spec.optimizer, group, value.detach(), grad, own, rows[number])
+        changed, after = value.detach(), own
+        if name in grads:
+            changed, after = optimizer_rules.update(spec.optimizer, group, changed, grads[name], own, rows[number])
         new.append(changed)
         kept.update({(name, slot): one for slot, one in after.items()})
     return new, [kept[key] for key in slots]
@@ -238,7 +242,9 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.learning = run, [one.requires_grad for one in tensors]
         ctx.save_for_backward(*tensors)
-        return run(*tensors)
+        ctx.draws = Draws()
+        with ctx.draws:
+            return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -248,7 +254,8 @@ class _Recomputed(torch.autograd.Function):
             tensors = [
                 one.detach().requires_grad_(learning) for one, learning in zip(again[count:], ctx.learning, strict=True)
             ]
-            results = ctx.run(*tensors)
+            with ctx.draws.again():
+                results = ctx.run(*tensors)
         wanted = [one for one in tensors if one.requires_grad]
         pairs = [(one, grad) for one, grad in zip(results, again[:count], strict=True) if one.requires_grad]
         found = iter(

@@ -53,11 +53,13 @@ def train_step(
     partition_rules, uneven: as `easytorch.distributed.shard_model` takes them.
     backend: a configuration as of `backends.new`, or a backend; only "xla" takes a mesh.
     loss: of the model's output; by default its `loss`, or itself if it is a tensor.
-    max_grad_norm: gradients are clipped to this norm of all of them.
+    max_grad_norm: gradients are clipped to this norm of all of them, above 0; None leaves them.
     recompute: keep only the inputs of layers for the backward (transformers' gradient checkpointing).
     autocast: the dtype that matrix products compute in; parameters keep theirs.
     """
     optimizer_rules.check_optimizer(optimizer)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}; None leaves gradients as they are")
     made = backends.new(backend) if isinstance(backend, str) else backend
     layout = None
     if mesh is not None:

@@ -91,6 +91,47 @@ def test_dropout_draws_anew_and_is_seeded() -> None:
     assert losses[0] == losses[2] != losses[1]
 
 
+def test_what_is_computed_again_has_the_dropout_it_had() -> None:
+    """Other masks in the backward gave gradients of another function."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
+            return nn.functional.dropout(self.linear(heads), 0.3) + nn.functional.rrelu(x, training=True)
+
+    weights = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), Layer()).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        step = easytorch.frontend.train_step(model, optimizer, loss=squared, backend="torch", recompute=again)
+        step(torch.linspace(-1, 1, 40).view(5, 8))
+        weights.append(torch.cat([one.flatten() for one in step.state_dict().values()]))
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum"])
+def test_parameters_without_a_gradient_are_left_as_they_are(name: str) -> None:
+    """Weight decay too leaves them, as torch's optimizers do."""
+
+    class First(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x)  # type: ignore[no-any-return]
+
+    model = First(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = easytorch.frontend.train_step(model, OPTIMIZERS[name](model), loss=squared, backend="torch")
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    for key, value in step.state_dict().items():
+        assert torch.equal(value, before[key]) is key.startswith("1."), key
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     model, other = network(), network()
     refusals: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
@@ -99,6 +140,8 @@ def test_what_cannot_be_compiled_is_refused() -> None:
         (ValueError, "not the model's", torch.optim.SGD(other.parameters(), 0.1), {}),
         (ValueError, "no axis 'fdsp'", torch.optim.SGD(model.parameters(), 0.1), {"mesh": "fdsp=2"}),
         (NotImplementedError, "and the mesh has pp", torch.optim.SGD(model.parameters(), 0.1), {"mesh": "pp=2"}),
+        (ValueError, "above 0, got -1", torch.optim.SGD(model.parameters(), 0.1), {"max_grad_norm": -1.0}),
+        (ValueError, "above 0, got nan", torch.optim.SGD(model.parameters(), 0.1), {"max_grad_norm": float("nan")}),
         (ValueError, "uneven", torch.optim.SGD(model.parameters(), 0.1), {"mesh": "dp=1", "uneven": "pad"}),
     ]
     for kind, message, optimizer, settings in refusals:
