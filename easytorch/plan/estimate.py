@@ -146,7 +146,8 @@ def _plan(
     compiler: str,
 ) -> Plan:
     """Of a stage, which has its part of the layers, and of its micro-batches in flight."""
-    own = [count / stages for count in layers.counts]
+    share = _most_layers(layers, stages) / len(layers.all)
+    own = [count * share for count in layers.counts]
     rest = [facts.memory - counted.kept - counted.gradients for facts, counted in samples]
     activations = layers.extrapolate(rest, own)
     if stages > 1:  # 1F1B: the first stage holds the inputs of as many micro-batches as there are stages
@@ -193,7 +194,8 @@ class _State:
             where = "layers" if id(one) in inside else "embedding" if id(one) in names else "head"
             sums[where] += _local_bytes(one, layout.weights[name], layout.axes)
         ends = max(sums["embedding"], sums["head"]) if stages > 1 else sums["embedding"] + sums["head"]
-        own = sums["layers"] // stages + ends
+        layers_of_stage = 0 if layers is None else sums["layers"] * _most_layers(layers, stages) // len(layers.all)
+        own = layers_of_stage + ends
         return cls(sum(one.numel() for one in model.parameters()), own, own * kept, own)
 
 
@@ -219,6 +221,11 @@ def _axes(mesh: str) -> dict[str, int]:
     if count < 1:
         raise ValueError(f"--mesh {mesh}: give every size, which says how many devices there are, as in fsdp=16,tp=4")
     return parse_axes(mesh, count)
+
+
+def _most_layers(layers: Layers, stages: int) -> int:
+    """Of the largest stage."""
+    return -(-len(layers.all) // stages)
 
 
 def _check_pipeline(layers: Layers, stages: int) -> None:

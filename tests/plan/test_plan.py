@@ -64,6 +64,15 @@ def test_a_stage_has_its_layers_and_the_micro_batches_in_flight(linear: list[lis
     assert 0.4 < staged.parameters / whole.parameters < 0.6
 
 
+def test_layers_that_do_not_divide_are_counted_of_the_largest_stage(linear: list[list[int]]) -> None:
+    """Three layers in two stages are two and one: the plan was of one and a half."""
+    config = config_of({**TINY, "first_k_dense_replace": 0, "num_hidden_layers": 3})
+    uneven, even = (make_plan(config_, "pp=2", "v5e", precision="fp32") for config_ in (
+        config, config_of({**TINY, "first_k_dense_replace": 0, "num_hidden_layers": 4})
+    ))  # fmt: skip
+    assert (uneven.parameters, uneven.activations, uneven.flops) == (even.parameters, even.activations, even.flops)
+
+
 def test_a_step_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By jaxlib for one CPU, from a file as users give it."""
     path = tmp_path / "tiny.json"
