@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -33,3 +34,34 @@ def test_memory_is_kept_between_steps_and_given_back_after_them() -> None:
     assert kept < pages / 10, kept
     if "hugetlb" not in os.environ.get("GLIBC_TUNABLES", "") and sys.platform == "linux":
         assert given_back > kept
+
+
+def test_other_mallocs_and_chosen_thresholds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """musl has the name of glibc's version and no value for it, and neither of malloc's functions."""
+    calls: list[str] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> object:
+            if musl:
+                raise AttributeError(name)
+            return lambda *given: calls.append(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    musl = True
+    for version in (None, "glibc 2.39"):
+        monkeypatch.setattr(os, "confstr", lambda name, version=version: version)
+        with kept_memory():
+            pass
+    musl = False
+    with kept_memory():
+        assert calls == ["mallopt", "mallopt"]
+    assert calls[-1] == "malloc_trim"
+    calls.clear()
+    for name, value in (("MALLOC_MMAP_MAX_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with kept_memory():
+                pass
+    assert not calls
