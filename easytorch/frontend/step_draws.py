@@ -18,7 +18,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, kept: list[tuple[Any, list[Any]]] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept: list[tuple[Any, list[Any]]] = [] if kept is None else kept
         self._rest = None if kept is None else iter(kept)
 
@@ -41,7 +41,7 @@ class Draws(TorchDispatchMode):
             self._kept.append((func, [_kept(one, mask) for one in (*written, *leaves)]))
             return result
         drawn, values = next(self._rest, (None, []))
-        if drawn is not func:
+        if drawn != func:
             raise RuntimeError(f"a layer that is computed again draws {func}, and {drawn} at first")
         # otherwise called for its structure and dtypes: nobody uses the numbers
         result = written[0] if in_place else func(*args, **keywords)
