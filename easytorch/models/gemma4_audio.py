@@ -253,6 +253,11 @@ class Gemma4AudioModel(NativeModel):
     ]
     _can_record_outputs = {"hidden_states": Gemma4AudioLayer, "attentions": Gemma4AudioAttention}  # noqa: RUF012
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As transformers answers for every class beside the text model's experts; there are none here."""
+        return True
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.subsample_conv_projection = Gemma4AudioSubSampleConvProjection(config)

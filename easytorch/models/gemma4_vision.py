@@ -209,6 +209,11 @@ class Gemma4VisionModel(Gemma4VisionPreTrainedModel):
     std_bias: torch.Tensor
     std_scale: torch.Tensor
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As transformers answers for every class beside the text model's experts; there are none here."""
+        return True
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if config.pooling_kernel_size < 2:

@@ -182,7 +182,8 @@ def test_xla_folds_no_large_values(backend_of: Callable[[str], Any], monkeypatch
 
     given: list[bool] = []
 
-    def recorded(text: str, devices: Any, folding: bool) -> None:
+    def recorded(text: str, devices: Any, folding: bool, partitioned: bool) -> None:
+        assert not partitioned
         given.append(folding)
         raise NotCompiled
 
