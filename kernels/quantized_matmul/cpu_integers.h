@@ -9,8 +9,11 @@ namespace {
 #if defined(__AVX512VNNI__)
 
 // The bytes of an integer of x, each signed: the error is 2**-15 of the largest number of a step with two, 2**-22 with
-// three. Of 16-bit numbers two are as exact as rounding the result is, of float32 three.
+// three. Where no number is `greatest_ratio` times the others, that is within the rounding of the dtype.
 constexpr int most_bytes_of(int32_t dtype) { return dtype == FLOAT32 ? 3 : 2; }
+// The most that the largest number of a step may be times the mean of the others that are not 0: beside a larger one they
+// would lose more than their dtype does, which counts where the weight is 0 under the large one.
+constexpr float greatest_ratio(int32_t dtype) { return dtype == BFLOAT16 ? 256.0f : 48.0f; }
 // x becomes integers below 2**(exponent + 1): four products of a signed byte and such an integer fit 32 bits.
 constexpr int exponent_of(int bytes) { return bytes == 3 ? 20 : 13; }
 // A row whose largest number is below it is computed in float32: its factor would be no normal number.
@@ -85,6 +88,19 @@ inline uint32_t largest_bits(const float* numbers, int count) {
   return _mm512_reduce_max_epu32(most);
 }
 
+// Whether the largest of `count` numbers, given by its bits, is more than `ratio` times the mean of the others that are not 0.
+inline bool stands_out(const float* numbers, int count, uint32_t largest, float ratio) {
+  Floats total = zeros();
+  int nonzero = 0;
+  for (int i = 0; i < count; i += WIDTH) {
+    const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(numbers + i), _mm512_set1_epi32(0x7fffffff));
+    nonzero += __builtin_popcount(_mm512_test_epi32_mask(bits, bits));
+    total = add(total, _mm512_castsi512_ps(bits));
+  }
+  const float top = from_bits(largest);
+  return top * static_cast<float>(nonzero - 1) > ratio * (sum(total) - top);
+}
+
 // The 64 bytes of vector v from those of the step's columns.
 inline __m512i in_order_of(const int8_t* columns, ColumnOrder order, int v) {
   alignas(64) int8_t out[64];
@@ -148,7 +164,7 @@ inline void pack_step(const float* numbers, float factor, StepShape shape, int b
   }
 }
 
-// Packs row i of M; false where a number is infinite or NaN, or all are tiny.
+// Packs row i of M; false where a number is infinite or NaN or stands out, or all are tiny.
 inline bool pack_integers(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, int64_t i, StepShape shape,
                           void* out) {
   const int bytes = most_bytes_of(dtype), exponent = exponent_of(bytes);
@@ -160,7 +176,7 @@ inline bool pack_integers(const void* row, int64_t stride, int32_t dtype, int64_
     alignas(64) float numbers[MOST_COLUMNS];
     read_columns(row, stride, dtype, step * shape.columns, k - step * shape.columns, shape.columns, numbers);
     const uint32_t bits = largest_bits(numbers, shape.columns);
-    if (bits >= 0x7f800000u) return false;
+    if (bits >= 0x7f800000u || stands_out(numbers, shape.columns, bits, greatest_ratio(dtype))) return false;
     largest = bits > largest ? bits : largest;
     // the power of two that brings the largest number to the exponent; a step of nothing but tiny numbers is rounded more
     int power = static_cast<int>(bits >> 23) - 127;

@@ -134,6 +134,25 @@ def test_rows_become_integers_of_enough_bits(dtype: torch.dtype) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_that_stands_out_beside_quiet_columns(dtype: torch.dtype) -> None:
+    """It has the others of its step rounded like itself, which counts where its own weight is 0."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(16, 512, generator=generator)
+    numbers[:, 200] = 0.0
+    for format in ("int8", "int4"):
+        weight = quantize(numbers, format, 128)
+        for times in (50.0, 1e2, 1e3, 1e4, 6e4):
+            x = torch.randn(3, 512, generator=generator)
+            x[1, 200] = times
+            x[2] = torch.where(torch.arange(512) % 5 == 0, x[2], 0.0)
+            x = x.to(dtype)
+            expected = native.quantized_matmul(x.double(), weight)
+            for got, want in zip(cpu.run(x, weight, None, library.BEST), expected, strict=True):
+                assert relative_rms_error(got, want) <= TOLERANCE[dtype], (format, times)
+
+
+@needs_library
 def test_layouts_and_no_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = quantize(torch.randn(7, 64, generator=generator), "int8")
