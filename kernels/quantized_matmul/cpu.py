@@ -4,10 +4,8 @@ Up to four rows of x become integers of two or three bytes, which multiply integ
 become bfloat16; of more rows the weight is decoded a few rows at a time; elsewhere codes are decoded to float32 as
 they are accumulated.
 
-Such integers share a power of two over 128 or 256 columns. Where one number of x is much larger than the others there,
-and the weight's column under it is zero in all rows, the error is that of the small numbers: of (1, 1024) with one
-number 100, 1,000 or 10,000 times the others, relative RMS 6e-6, 5e-5, 8e-4 in float32, 2e-3, 7e-3, 1e-1 in bfloat16.
-Under a column like the others it is 3e-6 and 2e-3 at most.
+Such integers share a power of two over 128 or 256 columns. Where one number of x is so much larger than the others
+there that they would lose more than their dtype does, the row is computed in float32 (`stands_out` in cpu_integers.h).
 """
 
 from __future__ import annotations
