@@ -64,7 +64,7 @@ def alone(library: str, case: str, arguments: argparse.Namespace) -> dict[str, f
     command += ["--layers", str(arguments.layers or CASES[case].layers or 24)]
     command += ["--calls", str(arguments.calls), "--threads", str(arguments.threads)]
     command += ["--tokens", str(arguments.tokens or CASES[case].tokens)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     measured: dict[str, float] = json.loads(output.splitlines()[-1])
     return measured
 
