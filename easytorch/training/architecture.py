@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easytorch.bridge.errors import nearest
@@ -19,8 +20,12 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "d_model",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "d_model", "num_layers",
 )  # fmt: skip
+
+# Modules are made one by one, without memory too: above this a slip of the pen would keep a run busy for hours.
+MOST_LAYERS = 10_000
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def check_architecture(model: dict[str, Any] | str) -> PreTrainedConfig:
@@ -36,6 +41,8 @@ def check_architecture(model: dict[str, Any] | str) -> PreTrainedConfig:
 def _read(folder: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
+    if folder.startswith(("/", "./", "../", "~")) and not Path(folder).exists():  # no name on the hub is like that
+        raise FileNotFoundError(f"{MODEL}: there is no folder {folder!r}")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -98,11 +105,14 @@ def check_positions(model: PreTrainedConfig, block_size: int) -> None:
 
 
 def _check_counts(settings: dict[str, Any]) -> None:
-    """`ValueError` for a size below 1, which would be a division by zero or an empty layer inside the model."""
+    """`ValueError` for a size below 1, which would be a division by zero or an empty layer inside the model, and for
+    more layers than anybody has."""
     for name in COUNTS:
         value = settings.get(name)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{MODEL}: {name} must be at least 1, got {value}")
+        if name in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{MODEL}: {name} must be at most {MOST_LAYERS}, got {value}")
 
 
 def _check_activations(settings: dict[str, Any]) -> None:

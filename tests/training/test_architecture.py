@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.training import TrainingConfig, memory, train
-from easytorch.training.architecture import build, check_architecture
+from easytorch.training.architecture import build, check_architecture, check_architecture
 from easytorch.training.config import default_model
 
 SIZES = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
@@ -27,6 +27,7 @@ SIZES = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "nu
         ({"num_attention_heads": 4.5}, "num_attention_heads"),
         ({"num_attention_heads": "four"}, "num_attention_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
         ({"intermediate_size": -1}, "intermediate_size must be at least 1"),
         ({"rope_parameters": {"rope_type": "defualt", "rope_theta": 1e4}}, "rope_type 'defualt' .*'default'"),
@@ -65,6 +66,11 @@ def test_a_key_inside_a_key_is_looked_at():
 def test_sizes_that_only_the_model_finds_wrong_are_one_error(settings):
     with pytest.raises(ValueError, match=r"--model\): .*gelo"):
         train(settings(model={**SIZES, "hidden_act": "gelo"}))
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"model \(--model\): there is no folder '.*/none'"):
+        check_architecture(str(tmp_path / "none"))
 
 
 def test_the_default_model_is_small_and_as_documented():
