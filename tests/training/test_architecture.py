@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easytorch.training import TrainingConfig, memory, train
-from easytorch.training.architecture import build, check_architecture, check_architecture
+from easytorch.training.architecture import build, check_architecture
 from easytorch.training.config import default_model
 
 SIZES = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
