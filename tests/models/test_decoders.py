@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 import easytorch
 from easytorch.bridge.errors import CheckpointError
+from easytorch.distributed.declared import expanded_plan
 from easytorch.generation import generate_tokens
 from easytorch.layers.masks import MASKS_OF
 from easytorch.protocol.conversion import to_flax
@@ -233,6 +234,11 @@ def test_plans_of_parallelism_are_transformers(family) -> None:
         for plan in ("_tp_plan", "_pp_plan", "_fsdp_plan", "_no_split_modules", "all_tied_weights_keys"):
             assert getattr(made[0], plan) == getattr(made[1], plan), (head, plan)
         assert made[0].base_model_prefix == made[1].base_model_prefix, head
+        for plan in ("tp_plan", "ep_plan"):  # of modules and parameters that there are
+            declared, expected = (expanded_plan(model, plan) for model in made)
+            assert declared or not getattr(made[0].config, f"base_model_{plan}"), (head, plan)
+            # transformers' experts of Llama 4 take no routing, and have no plan
+            assert declared == expected or (family, plan) == ("llama4_text", "ep_plan"), (head, plan)
 
 
 def test_every_head_that_transformers_has_is_native(family) -> None:

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import easytorch
+from easytorch.distributed.declared import expanded_plan
 from easytorch.generation import generate_tokens
 from easytorch.protocol.native import NativeModel
 from tests.models.families import FAMILIES, HEADS, IMAGE_TEXT, LANGUAGE
@@ -126,6 +127,10 @@ def test_initial_weights_names_and_plans_are_those_of_transformers(family, head)
     plans = ("_tp_plan", "_pp_plan", "_fsdp_plan", "_no_split_modules", "all_tied_weights_keys", "base_model_prefix")
     for plan in (*plans, "main_input_name", "input_modalities", "accepts_loss_kwargs"):
         assert getattr(made[1], plan, None) == getattr(made[0], plan, None), plan
+    for plan in ("tp_plan", "ep_plan"):
+        declared, expected = (expanded_plan(model, plan) for model in reversed(made))
+        # transformers' experts of Llama 4 take no routing, and have no plan
+        assert declared == expected or (family, plan) == ("llama4", "ep_plan"), plan
 
 
 @pytest.mark.parametrize("family, head", CLASSES)
