@@ -79,7 +79,7 @@ class FusedProjections(nn.Module):
 
     def _recorded(self, x: Tensor) -> list[Tensor] | None:
         """`projections` as one product that autograd records; None where not."""
-        if not untouched():
+        if not recorded.takes(x) or not untouched():
             return None
         layers: list[Any] = [self._modules[name] for name in self.fused]
         neighbours = self._find(layers)
@@ -90,11 +90,9 @@ class FusedProjections(nn.Module):
         if not recorded.prefers(x, weights):
             return None
         biases = [layers[index]._parameters["bias"] for index in order]
-        sizes = [len(one) for one in weights]
-        rows, columns = sum(sizes), weights[0].shape[1]
-        weight = weights[0].as_strided((rows, columns), (columns, 1))
-        bias = None if biases[0] is None else biases[0].as_strided((rows,), (1,))
-        parts = recorded.linear(x, weight, bias, weights if bias is None else weights + biases).split(sizes, -1)
+        parts = recorded.linear(x, weights, () if biases[0] is None else biases).split(
+            [len(one) for one in weights], -1
+        )
         return [part for _, part in sorted(zip(order, parts, strict=True), key=_ADDRESS)]
 
     def _find(self, layers: Sequence[Any]) -> MemoryLayout | None:

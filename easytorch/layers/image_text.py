@@ -5,18 +5,19 @@ Legend: B batch, T tokens, I images, N features of an image, D hidden size of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.utils import output_capturing, torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.heads import CausalLMHead, text_config_of
+from easytorch.layers.masks import Masks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -51,9 +52,27 @@ def check_count(kind: str, token: int, tokens: torch.Tensor, features: int) -> N
 
 
 class TokenTypesOfPrompt:
-    """A mixin of heads whose masks depend on the types of the prompt's tokens. token_types: the argument's name."""
+    """A mixin of heads whose masks depend on the types of the prompt's tokens. token_types: the argument's name.
+
+    masks_of_types: (config of the text, inputs_embeds, attention_mask, past_key_values, position_ids, types) -> masks.
+    """
 
     token_types: ClassVar[str] = "token_type_ids"
+    masks_of_types: ClassVar[Callable[..., Masks]]
+
+    @classmethod
+    def create_masks_for_generate(
+        cls,
+        config: PreTrainedConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Masks:
+        """The masks of a static cache, for `generate`, which passes the types by their name."""
+        text, types = config.get_text_config(), kwargs.get(cls.token_types)
+        return cls.masks_of_types(text, inputs_embeds, attention_mask, past_key_values, position_ids, types)
 
     def prepare_inputs_for_generation(
         self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any

@@ -122,22 +122,9 @@ class Gemma3ForConditionalGeneration(  # type: ignore[misc]  # as transformers' 
 ):
     backbone_class = Gemma3Model
     output_class = Gemma3CausalLMOutputWithPast
+    masks_of_types = staticmethod(masks_with_images)
     backbone_arguments = ("pixel_values", "token_type_ids", "mm_encoder_outputs")
     arguments = (*_INPUTS, "use_cache", "logits_to_keep", "mm_encoder_outputs")
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: PreTrainedConfig,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None,
-        token_type_ids: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Masks:
-        """The masks of a static cache, for `generate`."""
-        text = config.get_text_config()
-        return masks_with_images(text, inputs_embeds, attention_mask, past_key_values, position_ids, token_type_ids)
 
 
 class Gemma3ForSequenceClassification(ArgumentsInOrder, SequenceClassificationHead, Gemma3PreTrainedModel):

@@ -301,6 +301,7 @@ class Gemma4ForConditionalGeneration(
     backbone_class = Gemma4Model
     output_class = Gemma4CausalLMOutputWithPast
     token_types = "mm_token_type_ids"
+    masks_of_types = staticmethod(masks_with_images)
     accepts_loss_kwargs = False
     backbone_keeps = True
     backbone_arguments = (
@@ -338,17 +339,3 @@ class Gemma4ForConditionalGeneration(
         if not is_first_iteration:
             inputs.pop("per_layer_inputs", None)
         return inputs
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: PreTrainedConfig,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None,
-        mm_token_type_ids: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Masks:
-        """The masks of a static cache, for `generate`."""
-        text = config.get_text_config()
-        return masks_with_images(text, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids)

@@ -23,6 +23,7 @@ from easytorch.layers.basics import activation
 from easytorch.layers.encoder import check_heads
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import Float32RMSNorm, LayerNorm
+from easytorch.models.gemma4_text import NO_SPLIT
 from easytorch.models.gemma4_vision import Gemma4ClippableLinear
 from easytorch.protocol.native import NativeModel
 
@@ -245,12 +246,7 @@ class Gemma4AudioModel(NativeModel):
     main_input_name = "input_features"
     input_modalities: Any = ("image", "text", "video", "audio")
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _no_split_modules = [  # noqa: RUF012
-        "Gemma4TextDecoderLayer",
-        "Gemma4VisionEncoderLayer",
-        "Gemma4VisionPatchEmbedder",
-        "Gemma4AudioLayer",
-    ]
+    _no_split_modules = NO_SPLIT
     _can_record_outputs = {"hidden_states": Gemma4AudioLayer, "attentions": Gemma4AudioAttention}  # noqa: RUF012
 
     @classmethod

@@ -28,6 +28,9 @@ from easytorch.layers.rotary import LayerTypeRotaryEmbedding
 from easytorch.layers.shared_keys import SharedKeysAttention, check_checkpoints, check_sharing
 from easytorch.protocol.native import NativeMoeDecoder
 
+# What a device map keeps on one device, whichever part of the model is asked.
+NO_SPLIT = ["Gemma4TextDecoderLayer", "Gemma4VisionEncoderLayer", "Gemma4VisionPatchEmbedder", "Gemma4AudioLayer"]
+
 
 class Gemma4TextMLP(GatedMLP):
     """Twice as wide in layers without keys of their own, if the config says so."""
@@ -161,12 +164,7 @@ class Gemma4TextDecoderLayer(PerLayerInput, PrePostNormLayer):
 class Gemma4PreTrainedModel(NativeMoeDecoder):
     config: Gemma4TextConfig
     config_class = Gemma4TextConfig
-    _no_split_modules = [  # noqa: RUF012
-        "Gemma4TextDecoderLayer",
-        "Gemma4VisionEncoderLayer",
-        "Gemma4VisionPatchEmbedder",
-        "Gemma4AudioLayer",
-    ]
+    _no_split_modules = NO_SPLIT
     _can_record_outputs = {  # noqa: RUF012
         "router_logits": OutputRecorder(Gemma4TextRouter, index=0),
         "hidden_states": Gemma4TextDecoderLayer,

@@ -25,6 +25,7 @@ from easytorch.layers.linear import linear
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import Float32RMSNorm, PlainRMSNorm
 from easytorch.layers.rotary import AxialRotaryTables, head_dim_of, rotary
+from easytorch.models.gemma4_text import NO_SPLIT
 from easytorch.protocol.native import NativeModel
 
 
@@ -182,12 +183,7 @@ class Gemma4VisionPreTrainedModel(NativeModel):
     base_model_prefix = "model"
     input_modalities: Any = ("image", "text", "video", "audio")
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _no_split_modules = [  # noqa: RUF012
-        "Gemma4TextDecoderLayer",
-        "Gemma4VisionEncoderLayer",
-        "Gemma4VisionPatchEmbedder",
-        "Gemma4AudioLayer",
-    ]
+    _no_split_modules = NO_SPLIT
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": Gemma4VisionEncoderLayer,
         "attentions": Gemma4VisionAttention,

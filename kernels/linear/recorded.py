@@ -6,7 +6,7 @@ layers that share it, and the weight again in the backward pass, which takes a h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
+def takes(x: Tensor) -> bool:
+    """Whether `prefers` may take x, whatever the weights: what is quick to see."""
+    return type(x) in _PLAIN and x.is_cpu and x.dim() > 0 and x.numel() >= LEAST_ROWS * x.shape[-1]
+
+
 def prefers(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """True where `linear` takes this call, and should: autograd records it, it is large enough, and nothing traces it.
 
     That the weights are dense, on the CPU, of one dtype and side by side is for the caller to know.
     """
-    if type(x) not in _PLAIN or not x.is_cpu or x.dim() == 0 or not recording(x, *weights):
+    if not takes(x) or not recording(x, *weights):
         return False
-    if x.numel() < LEAST_ROWS * x.shape[-1] or x.shape[-1] != weights[0].shape[1] or not as_given(elementwise=True):
+    if x.shape[-1] != weights[0].shape[1] or not as_given(elementwise=True):
         return False
     elements = sum(one.numel() for one in weights)
     if torch.is_autocast_enabled("cpu"):
@@ -48,15 +53,15 @@ def prefers(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return x.dtype is weights[0].dtype is torch.float32 and _prefers_onednn(elements)
 
 
-def linear(x: Tensor, joint: Tensor, bias: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
-    """x (..., K), joint (N, K), bias (N,) -> (..., N), differentiable any number of times, for a call that `prefers`
-    takes; in the dtype of autocast where it is enabled.
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """x (..., K) -> (..., N), differentiable any number of times, for a call that `prefers` takes; in the dtype of
+    autocast where it is enabled.
 
-    parameters: the weights that joint is made of, one after the other, and with a bias the biases, of all of which the
-    gradients are computed.
+    weights (N1, K), (N2, K), ..., side by side in memory, N their rows together; biases (N1,), (N2,), ... likewise, or
+    none. The gradients are of each by itself.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    output: Tensor = _Linear.apply(x.to(dtype), joint.detach(), None if bias is None else bias.detach(), *parameters)
+    output: Tensor = _Linear.apply(x.to(dtype), len(weights), *weights, *biases)
     return output
 
 
@@ -73,42 +78,56 @@ def _prefers_onednn(elements: int) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of every order, after the first the definition's."""
+    """Gradients of every order, after the first the definition's; those of x and of the weights know no bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, joint: Tensor, bias: Tensor | None, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x, joint, *parameters)
-        ctx.biased = bias is not None
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.biases = [one.dtype for one in biases]
+        joint = _joint(weights)
         with torch.autocast("cpu", enabled=False):
             output = product(x.reshape(-1, x.shape[-1]), joint.to(x.dtype))
-            if bias is not None:
-                output += bias.to(x.dtype)
+            if biases:
+                output += _joint(biases).to(x.dtype)
         return output.view(*x.shape[:-1], joint.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, joint, *parameters = ctx.saved_tensors
-        weights = parameters[: len(parameters) // 2] if ctx.biased else parameters
-        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled() or transforming():
-            found = by_definition(_definition(len(weights)), (x, *parameters), needed, grad)
-            return found[0], None, None, *found[1:]
-        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, joint.shape[0])
-        grads: list[Tensor | None] = [None] * len(needed)
-        if needed[0]:
-            grads[0] = product(grad, joint.to(x.dtype).t()).view(x.shape)
+        x, *weights = ctx.saved_tensors
+        of_x, _, *of_parameters = ctx.needs_input_grad
+        of_weights, of_biases = of_parameters[: len(weights)], of_parameters[len(weights) :]
         sizes = [len(one) for one in weights]
-        if any(needed[1 : 1 + len(weights)]):
-            grads[1 : 1 + len(weights)] = (grad.t() @ rows).to(joint.dtype).split(sizes)
-        if ctx.biased:
-            grads[1 + len(weights) :] = grad.sum(0, dtype=joint.dtype).split(sizes)
-        own = [found if need else None for found, need in zip(grads, needed, strict=True)]
-        return own[0], None, None, *own[1:]
+        by_rows = grad.reshape(-1, sum(sizes))
+        grads: list[Tensor | None] = [None] * (1 + len(weights))
+        if torch.is_grad_enabled() or transforming():
+            grads = by_definition(_definition, (x, *weights), (of_x, *of_weights), grad)
+        else:
+            if of_x:
+                grads[0] = product(by_rows, _joint(weights).to(x.dtype).t()).view(x.shape)
+            if any(of_weights):
+                found = by_rows.t() @ x.reshape(-1, x.shape[-1])
+                grads[1:] = found.to(weights[0].dtype).split(sizes)
+        if any(of_biases):
+            grads += by_rows.sum(0, dtype=ctx.biases[0]).split(sizes)
+        else:
+            grads += [None] * len(of_biases)
+        own = [one if need else None for one, need in zip(grads, (of_x, *of_parameters), strict=True)]
+        return own[0], None, *own[1:]
 
 
-def _definition(weights: int) -> Callable[..., Tensor]:
-    def definition(x: Tensor, *parameters: Tensor) -> Tensor:
-        joint, biases = torch.cat(parameters[:weights]).to(x.dtype), parameters[weights:]
-        return F.linear(x, joint, torch.cat(biases).to(x.dtype) if biases else None)
+def _joint(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors that lie side by side as one; a copy where they no longer do, as when hooks kept them elsewhere."""
+    first = parts[0].detach()
+    if len(parts) == 1:
+        return first
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for one in parts:
+        if one.data_ptr() != address or one.untyped_storage().data_ptr() != storage or not one.is_contiguous():
+            return torch.cat([one.detach() for one in parts])
+        address += one.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
-    return definition
+
+def _definition(x: Tensor, *weights: Tensor) -> Tensor:
+    return F.linear(x, torch.cat(weights).to(x.dtype))

@@ -18,17 +18,9 @@ def given(biased: bool) -> tuple[torch.Tensor, list[torch.nn.Parameter], list[to
     return x, weights, [torch.nn.Parameter(one) for one in bias.split(SIZES)] if biased else []
 
 
-def joint(parts: list[torch.nn.Parameter]) -> torch.Tensor | None:
-    if not parts:
-        return None
-    shape = (sum(SIZES), *parts[0].shape[1:])
-    return parts[0].as_strided(shape, (WIDTH, 1)[-parts[0].dim() :])
-
-
 def call(x: torch.Tensor, weights: list[torch.nn.Parameter], biases: list[torch.nn.Parameter]) -> torch.Tensor:
-    weight = joint(weights)
-    assert weight is not None and recorded.prefers(x, weights)
-    return recorded.linear(x, weight, joint(biases), [*weights, *biases])
+    assert recorded.prefers(x, weights)
+    return recorded.linear(x, weights, biases)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -74,9 +66,29 @@ def test_small_and_traced_calls_are_left_to_aten(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(recorded, "_ONEDNN", True)
     x, weights, _ = given(False)
     assert recorded.prefers(x, weights)
+    assert recorded.takes(x) and not recorded.takes(x[0, :3])
     assert not recorded.prefers(x[0, :3], weights), "few rows"
     assert not recorded.prefers(x, [weights[1]]), "a small weight"
     assert not recorded.prefers(x.double(), weights)
     with torch.no_grad():
         assert not recorded.prefers(x, weights)
     assert torch.func.vmap(lambda one: torch.tensor(recorded.prefers(one, weights)))(x).sum() == 0
+
+
+def test_what_is_kept_for_the_gradients_is_the_input_and_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that keep them elsewhere, as `save_on_cpu`, give back weights that are no longer side by side."""
+    monkeypatch.setattr(recorded, "_ONEDNN", torch.backends.mkldnn.is_available())
+    x, weights, biases = given(True)
+    expected = torch.autograd.grad(call(x, weights, biases).sin().sum(), (x, *weights, *biases))
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.clone())
+        return kept[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = call(x, weights, biases)
+    assert sum(one.numel() for one in kept) == x.numel() + sum(one.numel() for one in weights)
+    found = torch.autograd.grad(output.sin().sum(), (x, *weights, *biases))
+    for one, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, want)
