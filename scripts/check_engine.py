@@ -2,6 +2,7 @@
 
     python scripts/check_engine.py                      200 requests for each family, 10,000 operations on pages
     python scripts/check_engine.py llama gpt_oss --requests 50
+    python scripts/check_engine.py --captured           steps without prompts as graphs, recorded on the CPU
 
 Requests arrive at random, with lengths and prefixes at random, some are aborted, and memory for a third of them makes
 others begin anew. Greedy tokens must be those of `generate_tokens` in float32, except where rounding decides; sampled
@@ -11,6 +12,7 @@ ones those of the request alone in an engine. CI runs a sample (tests/generation
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -31,6 +34,7 @@ from tests.generation.engine.traffic import (
     run,
     small_engine,
 )
+from tests.generation.recorded_graph import recorded_graphs
 
 _STEPS = 50
 # Arrivals are this many times as dense as in the tests, so that the memory runs out again and again.
@@ -61,7 +65,8 @@ def check_family(family: str, count: int, number: int) -> list[str]:
             wrong.append(f"sampled {one.found}, and alone {same.found}, after {one.prompt}")
     stats = engine.stats()
     print(
-        f"{family:20} {len(requests)} requests, {stats.steps} steps, {stats.preemptions} preemptions, "
+        f"{family:20} {len(requests)} requests, {stats.steps} steps ({stats.captured_steps} captured), "
+        f"{stats.preemptions} preemptions, "
         f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens from pages: {len(wrong)} wrong"
     )
     return [f"{family}: {one}" for one in wrong]
@@ -73,8 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--operations", type=int, default=10_000, help="on pages")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--captured", action="store_true", help="steps without prompts as graphs, recorded on the CPU")
     given = parser.parse_args(arguments)
-    wrong = [one for family in given.families for one in check_family(family, given.requests, given.seed)]
+    with recorded_graphs(pytest.MonkeyPatch()) if given.captured else contextlib.nullcontext():
+        wrong = [one for family in given.families for one in check_family(family, given.requests, given.seed)]
     how = settings(
         max_examples=max(1, given.operations // _STEPS), stateful_step_count=_STEPS, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),

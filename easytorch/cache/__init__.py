@@ -4,7 +4,9 @@ metadata.py     `TransformerMetadata`: the sizes of a cache
 transformer.py  `TransformerCache`: dynamic, static and quantized, sliding windows and recurrent states by layer
 quantized.py    quantized keys and values
 ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences with a common prefix
-ragged_step.py  `RaggedStep`: one call for tokens of many sequences, whose keys and values lie in such pages
+ragged_step.py  `RaggedStep`: one call for tokens of many sequences, whose keys and values lie in such pages, and
+                `DecodeStep`: one token of each, from static tensors
+static.py       a cache of fixed size, of all tokens in every layer
 state_slots.py  `StateSlots`: states of recurrent layers, one slot a sequence
 page_table.py   which pages hold which tokens
 memory.py       how much memory is free
@@ -14,12 +16,13 @@ The caches are transformers' `Cache`, so that they are taken as `past_key_values
 
 from easytorch.cache.metadata import TransformerMetadata
 from easytorch.cache.ragged_pages import RaggedPagesCache, RaggedPagesMetadata
-from easytorch.cache.ragged_step import Chunk, RaggedStep
+from easytorch.cache.ragged_step import Chunk, DecodeStep, RaggedStep
 from easytorch.cache.state_slots import StateSlots
 from easytorch.cache.transformer import TransformerCache
 
 __all__ = [
     "Chunk",
+    "DecodeStep",
     "RaggedPagesCache",
     "RaggedPagesMetadata",
     "RaggedStep",

@@ -71,8 +71,7 @@ class RaggedStep:
         """
         if chunk_size not in self._tables:
             assert chunk_size is not None
-            parts = _within_chunks(self._chunks, chunk_size, self._cache.metadata.page_size)
-            self._tables[chunk_size] = _tables(parts, self._cache.device)
+            self._tables[chunk_size] = self._tables_within(chunk_size)
         key_pages, value_pages = self._cache.pools(layer_idx)
         if key is not None and value is not None:
             write_pages(key_pages, value_pages, key[0].transpose(0, 1), value[0].transpose(0, 1), self.slots)
@@ -81,6 +80,11 @@ class RaggedStep:
         )  # fmt: skip
         attended: Tensor = output.attention_outputs[None]
         return attended
+
+    def _tables_within(self, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of attention within chunks of `chunk_size` tokens."""
+        parts = _within_chunks(self._chunks, chunk_size, self._cache.metadata.page_size)
+        return _tables(parts, self._cache.device)
 
     def attend_latents(
         self,
@@ -152,10 +156,43 @@ def _tables(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tens
     return lens, tables, places
 
 
-def _within_chunks(chunks: Sequence[Chunk], size: int, page_size: int) -> list[Chunk]:
-    """The parts of `chunks` between multiples of `size`, each a sequence that begins at one."""
+class DecodeStep(RaggedStep):
+    """`RaggedStep` of one token of each of B sequences that have earlier ones, with all it knows on the device.
+
+    rows (B, 3 + pages) int64: the token's position, its slot in the pool (-1: it is not kept), the slot of its states,
+    and the pages of its sequence. Its shapes are the same whatever the sequences, and no value is read.
+    """
+
+    def __init__(self, cache: RaggedPagesCache, rows: Tensor, states: StateSlots | None = None) -> None:
+        self._cache, self._chunks = cache, ()
+        position, self.slots, pages = rows[:, 0], rows[:, 1], rows[:, 3:]
+        self.positions = position[None]
+        self._starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        self._tables = {None: ((position + 1).int(), pages.int(), self._starts)}
+        self._batches = []
+        if states is not None:
+            own = SequenceStates(states, rows[:, 2], cache.device, has_initial_states=True)
+            self._batches.append((len(rows), slice(0, len(rows)), own))
+
+    def _tables_within(self, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        size = self._cache.metadata.page_size
+        _check_chunks(chunk_size, size)
+        _, pages, _ = self._tables[None]
+        position = self.positions[0]
+        first = position // chunk_size * chunk_size  # of the token's chunk
+        columns = (first // size)[:, None] + torch.arange(chunk_size // size, device=pages.device)
+        own = pages.gather(1, columns.clamp(max=pages.shape[1] - 1))
+        return (position - first + 1).int(), own, self._starts
+
+
+def _check_chunks(size: int, page_size: int) -> None:
     if size % page_size:
         raise ValueError(f"page_size={page_size} must divide the {size} tokens of the model's chunks of attention")
+
+
+def _within_chunks(chunks: Sequence[Chunk], size: int, page_size: int) -> list[Chunk]:
+    """The parts of `chunks` between multiples of `size`, each a sequence that begins at one."""
+    _check_chunks(size, page_size)
     parts = []
     for pages, start, end, slot in chunks:
         for first in range(start // size * size, end, size):

@@ -38,10 +38,10 @@ class SequenceStates:
     """
 
     def __init__(
-        self, states: StateSlots, slots: Sequence[int], device: torch.device, *, has_initial_states: bool
+        self, states: StateSlots, slots: Sequence[int] | Tensor, device: torch.device, *, has_initial_states: bool
     ) -> None:
         self._states, self._has_initial_states = states, has_initial_states
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        self._slots = torch.as_tensor(slots, dtype=torch.int64, device=device)
         self.layers = _Layers(self)
 
     def has_previous_state(self, layer_idx: int | None = None) -> bool:

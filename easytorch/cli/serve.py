@@ -33,6 +33,7 @@ def command(
         int | None, typer.Option(min=1, help="Maximum tokens of a request, prompt and output.")
     ] = None,
     prefix_reuse: Annotated[bool, typer.Option(help="Share the keys and values of common prompt prefixes.")] = True,
+    enforce_eager: Annotated[bool, typer.Option(help="On a GPU, decode without CUDA graphs.")] = False,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Limit of running and queued requests; beyond it new ones get 429.")
     ] = 1024,
@@ -66,7 +67,7 @@ def command(
             "engine": Engine(
                 loaded, load_tokenizer(model), max_memory=None if max_memory is None else int(max_memory * _GIB),
                 max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_model_length=max_model_length,
-                prefix_reuse=prefix_reuse,
+                prefix_reuse=prefix_reuse, enforce_eager=enforce_eager,
             )
         }  # fmt: skip
     else:

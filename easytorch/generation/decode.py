@@ -2,7 +2,7 @@
 
 Where programs are compiled for their shapes (xla) the cache is of fixed size and the prompt is padded to a power of
 two, so that generation is two programs whatever the number of tokens: the prompt's and one step's, each with its
-sampling.
+sampling. On a GPU that step is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from easytorch.generation.decoders import CausalLM, Decoder, DynamicDecoder, StaticDecoder, align_right
+from easytorch.generation.captured import CapturedDecoder, prefers_capture
+from easytorch.generation.decoders import CausalLM, Decoder, DynamicDecoder, align_right
 from easytorch.generation.sampling import Sampler, SamplingConfig
 from easytorch.tpu_platform import is_lazy, sync
 
 logger = logging.getLogger(__name__)
 
-_DECODERS: dict[str, type[Decoder]] = {"dynamic": DynamicDecoder, "static": StaticDecoder}
+_DECODERS: dict[str, type[Decoder]] = {"dynamic": DynamicDecoder, "static": CapturedDecoder}
 
 
 def generate_tokens(
@@ -43,7 +44,8 @@ def generate_tokens(
     temperature, top_k, top_p, repetition_penalty, seed: see `SamplingConfig`; the default is greedy.
     eos_token_id: one or several ids, an empty list for none; None takes those of the model's generation config.
     pad_token_id: returned for a row that has ended; None takes that of the generation config, else the first end token.
-    cache: "static" (fixed shapes), "dynamic", or None: static on xla, dynamic elsewhere.
+    cache: "static" (fixed shapes; on a GPU the step is a CUDA graph), "dynamic", or None: static on xla, and on a GPU
+    for native models whose cache is small beside their weights; dynamic elsewhere.
     Raises `ValueError` for arguments that do not fit, before anything runs.
     """
     if not model.can_generate():
@@ -60,14 +62,16 @@ def generate_tokens(
         pad_token_id = eos[0] if eos else 0
 
     device = next(model.parameters()).device
-    kind = cache or ("static" if is_lazy(device) else "dynamic")
-    if kind not in _DECODERS:
+    if cache is not None and cache not in _DECODERS:
         raise ValueError(
             f"cache must be {' or '.join(map(repr, _DECODERS))}, or None to choose by device; got {cache!r}"
         )
     # on the host: padding is normalized before anything is traced or compiled
     ids, mask = align_right(input_ids.cpu(), mask.cpu().bool(), pad_token_id)
-    decoder = _DECODERS[kind](model, ids, mask, max_new_tokens, device)
+    if cache is None:
+        captures = prefers_capture(model, len(ids), ids.shape[1], max_new_tokens, device)
+        cache = "static" if is_lazy(device) or captures else "dynamic"
+    decoder = _DECODERS[cache](model, ids, mask, max_new_tokens, device)
     decoder.greedy = config.greedy and config.repetition_penalty == 1.0
     sampler = Sampler(config, decoder.ids, decoder.mask, eos, pad_token_id, device)
     return _loop(decoder, sampler, max_new_tokens, input_ids.device)
@@ -77,8 +81,7 @@ def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch
     tokens: torch.Tensor | None = None
     for _ in range(max_new_tokens):
         with torch.no_grad():
-            found = decoder.prompt() if tokens is None else decoder.step(tokens)
-            tokens = sampler(found) if found.dim() == 2 else sampler.follow(found)
+            tokens = decoder.next(tokens, sampler)
         sync(tokens.device)  # every step is the same program
         yield tokens.to(device)
         # reduced on the host: on xla it would be a program of its own

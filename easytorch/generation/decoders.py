@@ -11,7 +11,9 @@ import torch
 from torch.nn.functional import pad
 
 from easytorch.cache.arguments import cache_argument
-from easytorch.generation.model_layers import BOTH, INDEXED, LINEAR, NONE, layers_of
+from easytorch.cache.static import LINEAR, full_static_cache
+from easytorch.generation.model_layers import layers_of
+from easytorch.generation.sampling import Sampler
 
 # Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
 _LEAST_PROMPT, _LEAST_CACHE = 16, 128
@@ -48,6 +50,34 @@ def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tup
     return ids[:, first:].contiguous(), mask[:, first:].contiguous()
 
 
+def unwrapped(model: Any) -> Any:
+    """The model in PEFT's wrapper, which takes **kwargs."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def static_refusal(model: CausalLM) -> str | None:
+    """Why a model cannot use a static cache; None where it can."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    inner = unwrapped(model)
+    layers = layers_of(inner)
+    if "position_ids" not in inspect.signature(inner.forward).parameters and set(layers.masks_of) != {LINEAR}:
+        return "its forward takes no position_ids"
+    if unknown := [layer_type for layer_type, create in layers.masks_of.items() if create is None]:
+        return f"it has {', '.join(unknown)} layers"
+    if (attention := layers.config._attn_implementation) not in AttentionMaskInterface().valid_keys():
+        return f"no mask is registered for its attention {attention!r}"
+    return None
+
+
+def static_lengths(model: CausalLM, prompt: int, max_new_tokens: int) -> tuple[int, int]:
+    """Of the padded prompt, and of the cache."""
+    # Llama 4 scales queries by their slots in the cache, which more padding would move
+    by_slot = getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
+    length = prompt if by_slot else bucket(prompt, _LEAST_PROMPT)
+    return length, bucket(length + max_new_tokens, _LEAST_CACHE)
+
+
 class Decoder(ABC):
     """One run of a model: `prompt()` once, then `step(tokens)` for each token. Both return logits (B, V).
 
@@ -60,17 +90,21 @@ class Decoder(ABC):
     ) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
         self.greedy = False
-        # PEFT's wrappers take **kwargs; the wrapped model counts
-        wrapped: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._layers = layers_of(wrapped)
-        self._accepted = inspect.signature(wrapped.forward).parameters
-        self._cache_name = cache_argument(wrapped.forward)
+        inner = unwrapped(model)
+        self._layers = layers_of(inner)
+        self._accepted = inspect.signature(inner.forward).parameters
+        self._cache_name = cache_argument(inner.forward)
 
     @abstractmethod
     def prompt(self) -> torch.Tensor: ...
 
     @abstractmethod
     def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def next(self, tokens: torch.Tensor | None, sampler: Sampler) -> torch.Tensor:
+        """The tokens (B,) after `tokens`, or after the prompt."""
+        found = self.prompt() if tokens is None else self.step(tokens)
+        return sampler(found) if found.dim() == 2 else sampler.follow(found)
 
     def _positions(self) -> torch.Tensor:
         """(B, T): 0 at each row's first token; padding, which nothing sees, has 0 too."""
@@ -129,26 +163,12 @@ class StaticDecoder(Decoder):
     def __init__(
         self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
     ) -> None:
-        from transformers.cache_utils import (
-            Cache,
-            LinearAttentionAndStaticFullAttentionLayer,
-            LinearAttentionLayer,
-            StaticIndexedLayer,
-            StaticLayer,
-        )
-
-        # Llama 4 scales queries by their slots in the cache, which more padding would move
-        by_slot = getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
-        length = ids.shape[1] if by_slot else bucket(ids.shape[1], _LEAST_PROMPT)
+        length, capacity = static_lengths(model, ids.shape[1], max_new_tokens)
         left = (length - ids.shape[1], 0)
         super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
-        self._check()
-        capacity = bucket(length + max_new_tokens, _LEAST_CACHE)
-        others: dict[str, Any] = dict.fromkeys((LINEAR, *NONE), LinearAttentionLayer)
-        others |= {BOTH: LinearAttentionAndStaticFullAttentionLayer, INDEXED: StaticIndexedLayer}
-        self._cache = Cache(
-            layers=[others.get(kind, StaticLayer)(max_cache_len=capacity) for kind in self._layers.types]
-        )
+        if (reason := static_refusal(model)) is not None:
+            raise ValueError(f"{type(model).__name__} cannot use a static cache: {reason}; use cache='dynamic'")
+        self._cache = full_static_cache(self._layers.types, capacity)
         # slots after the prompt are marked visible: the causal mask hides those not yet written
         self._seen = pad(self.mask, (0, capacity - length), value=True).to(device)
         self._position = self._positions()[:, -1:].to(device)
@@ -158,26 +178,9 @@ class StaticDecoder(Decoder):
         return self._call(ids, self._masks(ids, positions), positions, self._cache)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._position = self._position + 1
+        self._position += 1
         ids = tokens[:, None]
         return self._call(ids, self._masks(ids, self._position), self._position, self._cache)
-
-    def _check(self) -> None:
-        """`ValueError` for a model that cannot use a static cache."""
-        from transformers.masking_utils import AttentionMaskInterface
-
-        masks_of, attention = self._layers.masks_of, self._layers.config._attn_implementation
-        unknown = [layer_type for layer_type, create in masks_of.items() if create is None]
-        reason = None
-        if "position_ids" not in self._accepted and set(masks_of) != {LINEAR}:
-            reason = "its forward takes no position_ids"
-        elif unknown:
-            reason = f"it has {', '.join(unknown)} layers"
-        elif attention not in AttentionMaskInterface().valid_keys():
-            reason = f"no mask is registered for its attention {attention!r}"
-        if reason is not None:
-            name = type(self.model).__name__
-            raise ValueError(f"{name} cannot use a static cache: {reason}; use cache='dynamic'")
 
     def _masks(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """One mask, or a dict of masks by layer type for models that take one."""

@@ -7,9 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# transformers' names for layers that keep a state in place of keys and values, both, or nothing
-LINEAR, BOTH, NONE = "linear_attention", "hybrid", frozenset({"dummy", "moe", "mlp"})
-INDEXED = "indexed_attention"  # layers with the keys of an indexer beside their own
+from easytorch.cache.static import BOTH, LINEAR, NONE
 
 
 class ModelLayers(NamedTuple):

@@ -90,7 +90,8 @@ def gumbel_noise(
 class Sampler:
     """Picks the next token of each row; a row that met an end token gives `pad_token_id` from then on.
 
-    Every quantity that changes is a tensor on `device`, so each call traces to the same graph.
+    Every quantity that changes is a tensor on `device` and changes in place, so each call is the same graph: traced by
+    torch_xla, or captured by CUDA from the second call on.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class Sampler:
         """The tokens (B,) that were chosen -> those of each row, padding where it has ended."""
         if self.eos is not None:
             tokens = torch.where(self.finished, self.pad_token_id, tokens)
-            self.finished = self.finished | (tokens[:, None] == self.eos).any(dim=-1)
+            self.finished |= (tokens[:, None] == self.eos).any(dim=-1)
         if self.seen is not None:
-            self.seen = self.seen.scatter(1, tokens[:, None], True)
-        self.step = self.step + 1
+            self.seen.scatter_(1, tokens[:, None], True)
+        self.step += 1
         return tokens

@@ -209,7 +209,9 @@ def _of_tokens(
         raise ValueError(
             f"{type(model).__name__} gives logits of {tuple(shape)} positions, and labels are {tuple(labels.shape)}"
         )
-    loss, metrics = tokens(source, labels.to(model.device), config)
+    # not the model's: accelerate may keep its weights elsewhere
+    device = source.hidden.device if isinstance(source, HeadProduct) else source.device
+    loss, metrics = tokens(source, labels.to(device), config)
     return _result(output, *routers_loss(model, output, batch, config, loss), config, metrics)
 
 

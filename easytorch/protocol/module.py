@@ -18,6 +18,7 @@ from easytorch.protocol import (
     adapters,
     cache_checks,
     caches,
+    captured_generation,
     describe,
     dtypes,
     lazy,
@@ -49,6 +50,7 @@ class ModuleMixin(_Base):
         if GenerationMixin in cls.__bases__:
             caches.also_by_length(cls)
             reference_arguments.also_with_ours(cls)
+            captured_generation.also_captured(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """forward's arguments, and PEFT's adapter_names: an adapter for each row, "__base__" for none."""
@@ -58,6 +60,10 @@ class ModuleMixin(_Base):
             return super().__call__(*args, **kwargs)
         with mixed_adapters.rows_of_adapters(self, kwargs.pop("adapter_names")):
             return super().__call__(*args, **kwargs)
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """transformers' own; without a compile_config `generate` captures its steps as a CUDA graph instead."""
+        return captured_generation.compiled_call(self, compile_config, super().get_compiled_call)
 
     @classmethod
     def lazy_init(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Self:
@@ -71,7 +77,7 @@ class ModuleMixin(_Base):
     ) -> Any:  # fmt: skip
         """transformers' own; float_dtype and step: see `protocol.save_pretrained`. A sharded model is saved by
         a call of each rank."""
-        lazy.require_memory(self, "save_pretrained")
+        lazy.require_memory(self, "save_pretrained", by_transformers=True)
         adapters.check_savable(self)
         if mesh_loading.is_sharded(self) and kwargs.get("state_dict") is None:
             kwargs |= {"gather_fns": gather_fns, "float_dtype": float_dtype, "step": step}

@@ -19,6 +19,7 @@ from easytorch.argument_types import check_types
 from easytorch.layers.quantized import QUANTIZED, QuantizedLinear, QuantizedStacks, is_quantized, quantize_stacks
 from easytorch.layers.simulated import is_simulated, simulate, stop_simulating
 from easytorch.protocol.dtypes import dtype_of, to_dtype
+from easytorch.protocol.lazy import refuse_offloaded
 from easytorch.protocol.quantization_config import METHOD, QuantizationConfig
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def quantize(
         raise TypeError(f"quantization_config must be a QuantizationConfig or a name, not {type(config).__name__}")
     if is_quantized(model) or getattr(model, "is_quantized", False) or _simulated(model):
         raise ValueError(f"{type(model).__name__} is quantized already; dequantize it first")
+    refuse_offloaded(model, "quantize")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("the model carries an adapter: unwrap_lora_to_layers first, or apply it after quantize")
     if config.quantize_tensors and not quantize_tensors:

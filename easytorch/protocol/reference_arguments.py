@@ -65,7 +65,7 @@ def generate(
         raise TypeError(f"generate: {type(model).__name__} is PEFT's wrapper; call its own generate, or pass the model")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
-    require_memory(model, "generate")
+    require_memory(model, "generate", by_calls=True)
     check_own_cache(model, kwargs)
     return generate_by(
         type(model).generate, model, input_ids, generation_config=generation_config, prng_key=prng_key, trace=trace,
@@ -107,7 +107,7 @@ def also_with_ours(model_class: Any) -> None:
     @functools.wraps(theirs)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == "meta":
-            require_memory(self, "generate")
+            require_memory(self, "generate", by_calls=True)
         if kwargs.keys() & _ADDED:
             return generate_by(theirs, self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
@@ -134,7 +134,7 @@ def save_pretrained(
     `ValueError` for `gather_fns`. theirs: the method to call, the class's by default.
     """
     refuse_jax(gather_fns=gather_fns)
-    require_memory(model, "save_pretrained")
+    require_memory(model, "save_pretrained", by_transformers=True)
     check_savable(model)
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step={step!r} must be an int of at least 0")

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from easytorch.generation.engine import Engine, SamplingParams
 from easytorch.serving.chat import chat_prompt, checked_text
-from easytorch.serving.completions import Chat, Completions, Kind, Outputs, answer, stream, without_new_token
+from easytorch.serving.completions import Chat, Completions, Kind, Outputs, answer, stream, without_scores
 from easytorch.serving.embedder import Embedder
 from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.events import EventStream, until_disconnect
@@ -172,8 +172,8 @@ class _Server:
             except ValueError as error:
                 raise APIError(400, str(error)) from error
         outputs = self.worker.generate(make_prompts, params, self.timeout)
-        if isinstance(body, CompletionRequest) and body.prompt_only:
-            outputs = without_new_token(outputs)
+        if isinstance(body, CompletionRequest) and body.prompt_only and body.logprobs is None:
+            outputs = without_scores(outputs)
         try:
             if body.stream:
                 # wait for the first token: until then a refusal can still set the status

@@ -144,15 +144,11 @@ def _number(logprob: Logprob) -> float:
     return max(logprob.logprob, -9999.0)
 
 
-async def without_new_token(outputs: Outputs) -> Outputs:
-    """Of requests for their prompts alone, which generate one token for them."""
+async def without_scores(outputs: Outputs) -> Outputs:
+    """Of requests that echo their prompts and generate nothing, without the log probabilities that were computed."""
     try:
         async for place, output in outputs:
-            completion = replace(
-                output.outputs[0], text="", token_ids=[], finish_reason="length", stop_reason=None,
-                logprobs=None if output.outputs[0].logprobs is None else [],
-            )  # fmt: skip
-            yield place, replace(output, outputs=[completion])
+            yield place, replace(output, prompt_logprobs=None)
     finally:
         await outputs.aclose()
 

@@ -18,6 +18,7 @@ _ENGINE_METRICS = {
     "generated_tokens_total": ("counter", "Tokens generated.", "generated_tokens"),
     "preemptions_total": ("counter", "Requests preempted and recomputed.", "preemptions"),
     "steps_total": ("counter", "Steps of the engine.", "steps"),
+    "steps_captured_total": ("counter", "Steps that were CUDA graphs.", "captured_steps"),
 }
 
 

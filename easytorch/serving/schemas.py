@@ -214,8 +214,11 @@ class CompletionRequest(SamplingRequest):
 
     def params(self) -> SamplingParams:
         prompt_logprobs = self.logprobs if self.echo else None
-        most = 1 if self.prompt_only else self.max_tokens
-        return SamplingParams(**self._given(), max_tokens=most, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        if self.prompt_only:
+            prompt_logprobs = prompt_logprobs or 0  # the engine has no new token for a prompt that it scores alone
+        return SamplingParams(
+            **self._given(), max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
+        )
 
 
 class EmbeddingRequest(_Request):

@@ -133,7 +133,7 @@ def test_completions(client, expected, tokenizer):
     assert texts == {0: again.choices[0].text, 1: again.choices[0].text}
 
 
-def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, tokenizer):
+def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, model, tokenizer):
     """As programs that score texts read them; with no new token, whole and as a stream."""
     prompts = ["the class", "binds a name to"]
     asked = {"model": "small", "prompt": prompts, "temperature": 0, "logprobs": 2, "echo": True}
@@ -159,6 +159,14 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, token
         assert only.logprobs.tokens == found.tokens[: len(given)]
         assert only.logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1 : len(given)], abs=1e-4)
         assert all(value is not None and value < 0 for value in found.token_logprobs[1:])
+    longest = [5 + place % 90 for place in range(model.config.max_position_embeddings)]
+    for logprobs in (2, None):
+        full = client.completions.create(model="small", prompt=longest, max_tokens=0, echo=True, logprobs=logprobs)
+        assert full.choices[0].finish_reason == "length" and full.usage.completion_tokens == 0
+        assert logprobs is None or len(full.choices[0].logprobs.tokens) == len(longest)
+        assert logprobs is not None or full.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match=f"a request at most {len(longest)}"):
+        client.completions.create(model="small", prompt=[*longest, 5], max_tokens=0, echo=True)
     assert alone.usage.completion_tokens == 0 and alone.usage.prompt_tokens == whole.usage.prompt_tokens
 
 

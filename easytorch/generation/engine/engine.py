@@ -13,6 +13,7 @@ from torch import Tensor
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
 from easytorch.cache.arguments import cache_argument, positive
+from easytorch.generation.engine.decode_graphs import DecodeGraphs
 from easytorch.generation.engine.logprobs import logprobs_of
 from easytorch.generation.engine.memory import cache_sizes
 from easytorch.generation.engine.pages import PagePool
@@ -41,7 +42,8 @@ _MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since construction; waiting, running and the counts of pages are current."""
+    """Counters since construction; waiting, running and the counts of pages are current. captured_steps: those that
+    replayed a CUDA graph."""
 
     waiting: int
     running: int
@@ -52,6 +54,7 @@ class EngineStats:
     generated_tokens: int
     preemptions: int
     steps: int
+    captured_steps: int
 
 
 class Engine:
@@ -64,6 +67,7 @@ class Engine:
     max_batch_tokens: tokens of a step. max_requests: requests that run at once; others wait. max_model_length: tokens
     of a request, prompt and output; by default what model and memory allow.
     prefix_reuse: share the pages of common prefixes of prompts; not for models with recurrent states.
+    enforce_eager: on a GPU too run every step as it is; by default steps without prompts are CUDA graphs there.
 
     Not thread-safe: one thread calls it.
     """
@@ -79,12 +83,15 @@ class Engine:
         max_model_length: int | None = None,
         page_size: int = 16,
         prefix_reuse: bool = True,
+        enforce_eager: bool = False,
     ) -> None:
         if (reason := refusal(model)) is not None:
             raise ValueError(f"the engine does not support this model: {reason}")
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
         if not isinstance(prefix_reuse, bool):
             raise ValueError(f"prefix_reuse={prefix_reuse!r} must be True or False")
+        if not isinstance(enforce_eager, bool):
+            raise ValueError(f"enforce_eager={enforce_eager!r} must be True or False")
         if (reason := page_size_refusal(model, page_size)) is not None:
             raise ValueError(reason)
         if max_model_length is not None:
@@ -107,7 +114,8 @@ class Engine:
         self.max_model_length = metadata.max_model_length
         self._cache = RaggedPagesCache(metadata, model.device)
         self._pool = PagePool(metadata.num_pages)
-        self._states = StateSlots(sizes.num_slots) if layers.has_states else None
+        # one more for the rows of padding in a captured step
+        self._states = StateSlots(sizes.num_slots + 1) if layers.has_states else None
         self._scheduler = Scheduler(
             self._pool, metadata.page_size, max_batch_tokens=max_batch_tokens, max_requests=sizes.num_slots,
             # a recurrent state covers all tokens before it, and none is kept at the end of a page
@@ -115,6 +123,9 @@ class Engine:
         )  # fmt: skip
         self._masks = empty_masks(model)
         self._cache_name = cache_argument(model.forward)
+        self._graphs = DecodeGraphs(
+            model, self._cache, self._states, self._masks, self._cache_name, enforce_eager=enforce_eager
+        )
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._end_tokens = _end_tokens(model, tokenizer)
         self.structured_outputs = StructuredOutputs(tokenizer, self._vocabulary, self._end_tokens)
@@ -213,8 +224,11 @@ class Engine:
             for request, token, given in sampled:
                 if request.generated == 0:
                     self._cached_tokens += request.cached or 0
-                request.append(token, given)
-                self._generated_tokens += 1
+                if request.params.max_tokens == 0:
+                    request.finish_reason = "length"
+                else:
+                    request.append(token, given)
+                    self._generated_tokens += 1
                 if request.finish_reason is not None:
                     self._drop(request)
                 self._not_returned.append(request.output())
@@ -268,6 +282,11 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def eager_reason(self) -> str | None:
+        """Why steps without prompts are no CUDA graphs; None where they are."""
+        return self._graphs.reason
+
     def stats(self) -> EngineStats:
         return EngineStats(
             waiting=len(self._scheduler.waiting),
@@ -279,6 +298,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
             steps=self._steps,
+            captured_steps=self._graphs.replays,
         )
 
     @torch.inference_mode()
@@ -287,8 +307,11 @@ class Engine:
         if not chunks:
             return []
         parts = [Chunk(chunk.request.pages, chunk.start, chunk.end, chunk.request.slot) for chunk in chunks]
-        step = RaggedStep(self._cache, parts, self._states)
         tokens = [token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]]
+        decodes = len(requests) == len(chunks) and not any(chunk.scored for chunk in chunks)
+        if decodes and (captured := self._graphs.logits(parts, tokens)) is not None:
+            return self._sample(captured, requests)
+        step = RaggedStep(self._cache, parts, self._states)
         ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
         wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
         # a position's row among all chunks' tokens is its distance from the end of its chunk
@@ -307,6 +330,10 @@ class Engine:
         )
         logits, of_prompts = output.logits[0].split([len(requests), len(scored)])
         self._score(of_prompts, [(request, at + 1) for request, _, at in scored])
+        return self._sample(logits, requests)
+
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
+        """logits (B, V) after the last tokens of B requests."""
         tokens = sample(logits, requests) if requests else []
         most = [request.params.logprobs for request in requests]
         return list(zip(requests, tokens, logprobs_of(logits, tokens, most, self.tokenizer), strict=True))
@@ -324,7 +351,7 @@ class Engine:
 
     def _max_length(self, prompt_length: int, params: SamplingParams) -> int:
         room = self.max_model_length - prompt_length
-        if room < 1:
+        if room < 0 or (room == 0 and params.max_tokens != 0):
             raise ValueError(
                 f"the prompt has {prompt_length} tokens, and a request at most {self.max_model_length}, one of which "
                 "must be new; shorten the prompt"

@@ -27,7 +27,8 @@ class SamplingParams:
     allowed_token_ids: no other tokens. bad_words: strings whose last token is not chosen after their others, with and
     without a space before them; needs a tokenizer.
     seed: equal seeds give equal tokens, whatever else runs; None draws one.
-    max_tokens: generate at most this many; None: as many as the engine's max_model_length leaves.
+    max_tokens: generate at most this many; None: as many as the engine's max_model_length leaves. 0, with
+    prompt_logprobs: none.
     min_tokens: no end token or stop token before this many.
     stop: strings that end the text, which are left out of it unless include_stop_str_in_output.
     stop_token_ids: further end tokens. ignore_eos: the model's end tokens do not end the request.
@@ -81,7 +82,8 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+            # without a new token there is something to do where the prompt is scored
+            _integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):

@@ -216,7 +216,7 @@ def test_prompts_are_scored_a_few_positions_at_a_step(llama, monkeypatch):
     """The logits of a long prompt would take gigabytes; one-token prompts have none to score."""
     monkeypatch.setattr("easytorch.generation.engine.scheduler.MOST_SCORED", 6)
     engine = Engine(llama, page_size=4, max_memory=1 << 20)
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
     asked = {engine.add_request(list(range(5, 5 + length)), params): length for length in (1, 15, 2, 9)}
     most = []
     run_model = llama.forward

@@ -1,0 +1,120 @@
+"""`model.generate` of native models on a GPU: the decode steps of transformers' loop are a CUDA graph.
+
+transformers' loop stays, with its processors, criteria and streamers. It calls `get_compiled_call` for the steps over a
+static cache, which it compiles by torch.compile; here they are captured as they are. Greedy and sampled generation
+that asks for no cache has a static one, where it is small beside the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+
+from easytorch.cache.static import changes_on_the_device_alone, full_static_cache, reads_little
+from easytorch.layers.captured_step import CapturedStep, StaticInputs
+from easytorch.layers.cuda_graph import GraphPool, graph_of
+from easytorch.layers.decoder import DecoderBackbone
+from easytorch.layers.model_snapshot import ModelSnapshot, capture_refusal
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedForward:
+    """`model(**inputs)` for decode steps over one static cache: eager first, then captured, then replayed.
+
+    Another cache, other shapes or values that are no tensors, and a model that has changed are captured anew. compiled:
+    gives transformers' own call, for caches that change in Python with each token.
+    reason: why the last call was no replay of a graph, or None.
+    """
+
+    def __init__(self, model: Any, compiled: Callable[[], Callable[..., Any]]) -> None:
+        self._model, self._compiled = model, compiled
+        self._cache: Any = None
+        self._inputs: StaticInputs | None = None
+        self._snapshot: ModelSnapshot | None = None
+        self._step: CapturedStep[Any] | None = None
+        self.reason: str | None = None
+
+    def __call__(self, past_key_values: Any = None, **inputs: Any) -> Any:
+        if not changes_on_the_device_alone(past_key_values):
+            return self._compiled()(past_key_values=past_key_values, **inputs)
+        if self._snapshot is None or not self._snapshot.holds():
+            self._snapshot, self._step = ModelSnapshot(self._model), None
+            self.reason = capture_refusal(self._model)
+            if self.reason is not None:
+                logger.warning("generate runs without a CUDA graph: %s", self.reason)
+        if self.reason is not None or _asks_for_more(inputs):
+            return self._model(past_key_values=past_key_values, **inputs)
+        if (
+            self._step is None
+            or self._inputs is None
+            or past_key_values is not self._cache
+            or not self._inputs.take(inputs)
+        ):
+            self._cache, self._inputs = past_key_values, StaticInputs(inputs)
+            run = functools.partial(self._model, past_key_values=past_key_values, **self._inputs.call)
+            self._step = CapturedStep(run, self._model.device, GraphPool())
+        output = self._step()
+        self.reason = self._step.refusal
+        return output
+
+
+def _asks_for_more(inputs: dict[str, Any]) -> bool:
+    """Whether the output has more than logits, or adapters are switched by hooks during the call."""
+    names = ("output_attentions", "output_hidden_states", "adapter_names", "labels")
+    return any(inputs.get(name) is not None and inputs.get(name) is not False for name in names)
+
+
+def compiled_call(model: Any, compile_config: Any, theirs: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """What `get_compiled_call` returns: a captured forward, unless a compile_config asks for torch.compile."""
+    asked = compile_config is not None or getattr(model.generation_config, "compile_config", None) is not None
+    if asked or graph_of(model.device, GraphPool()) is None:
+        return theirs(compile_config)
+    return CapturedForward(model, functools.partial(theirs, compile_config))
+
+
+def also_captured(model_class: Any) -> None:
+    """`_sample`, transformers' loop of greedy and sampled generation, of a class: on a static cache where that is
+    chosen."""
+    theirs = model_class._sample
+
+    @functools.wraps(theirs)
+    def sample(self: Any, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
+        if takes_static_cache(self, input_ids, generation_config, kwargs):
+            types = self.base_model.config_of_cache()
+            kwargs["past_key_values"] = _static_cache_of(types, generation_config.max_length)
+        return theirs(self, input_ids, *args, generation_config=generation_config, **kwargs)
+
+    model_class._sample = sample
+
+
+def _static_cache_of(config: Any, length: int) -> Any:
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    return full_static_cache(get_layer_types_and_kwargs(config)[0], length)
+
+
+def takes_static_cache(model: Any, input_ids: Tensor, generation_config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call that has been given no cache decodes by captured steps over a static one."""
+    cache = kwargs.get("past_key_values")
+    if graph_of(model.device, GraphPool()) is None or not isinstance(
+        getattr(model, "base_model", None), DecoderBackbone
+    ):
+        return False
+    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return False
+    if getattr(cache, "offloading", False) or kwargs.get("inputs_embeds") is not None or _asks_for_more(kwargs):
+        return False
+    given = generation_config
+    if given.disable_compile or given.compile_config is not None or given.return_dict_in_generate or given.is_assistant:
+        return False
+    if given.cache_implementation is not None or given.max_length is None or given.prefill_chunk_size is not None:
+        return False
+    return capture_refusal(model, before_prompt=True) is None and reads_little(
+        model, input_ids.shape[0], given.max_length
+    )
