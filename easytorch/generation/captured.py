@@ -41,7 +41,7 @@ class CapturedDecoder(StaticDecoder):
     reason: str | None = None
 
     def next(self, tokens: torch.Tensor | None, sampler: Sampler) -> torch.Tensor:
-        if tokens is None:
+        if tokens is None or graph_of(self.device, GraphPool()) is None:
             return super().next(tokens, sampler)
         if self._snapshot is None or not self._snapshot.holds():
             self._tokens = tokens.clone()
