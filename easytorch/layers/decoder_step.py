@@ -145,7 +145,7 @@ def _attention_weights(norm: nn.Module, module: Any, x: Tensor, normalized: bool
         return None
     if not (cpu.takes_product(x, query, key, value) and cpu.takes_product(x, output)):
         return None
-    if (query.weight if isinstance(query, Projection) else query.codes).shape[0] != module.num_heads * dim:
+    if (query.weight.shape[0] if isinstance(query, Projection) else query.rows) != module.num_heads * dim:
         return None
     eps: Any = norm.variance_epsilon
     if not normalized:
@@ -168,7 +168,7 @@ def _scale_of(norm: Any, x: Tensor, size: int) -> Tensor | None:
 
 
 def _projection(layer: Any) -> AnyProjection | None:
-    """The tensors of a plain `nn.Linear` or `QuantizedLinear`."""
+    """The tensors of a plain `nn.Linear` or `QuantizedLinear`, whose codes are laid out for it."""
     kind = type(layer)
     if (kind is not nn.Linear and kind is not QuantizedLinear) or watched(layer):
         return None
@@ -183,6 +183,8 @@ def _projection(layer: Any) -> AnyProjection | None:
 
 
 def _codes(layer: QuantizedLinear) -> QuantizedProjection | None:
+    if not layer.laid_out:
+        layer.lay_out()
     buffers = layer._buffers
     codes, scale_bits, zero = buffers.get("weight_codes"), buffers.get("weight_scale_bits"), buffers.get("weight_zero")
     bias = layer.bias  # no parameter where there is none
@@ -191,7 +193,7 @@ def _codes(layer: QuantizedLinear) -> QuantizedProjection | None:
     if layer.settings.ordered or type(codes) is not Tensor or type(scale_bits) is not Tensor:
         return None
     format, group_size = _stored(layer.settings, layer.in_features)
-    return QuantizedProjection(codes, scale_bits, zero, bias, format, layer.in_features, group_size)
+    return QuantizedProjection(codes, scale_bits, zero, bias, format, layer.in_features, group_size, layer.out_features)
 
 
 @functools.cache

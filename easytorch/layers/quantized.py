@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from easytorch.kernels.interop.torch_func import eager
+from easytorch.kernels.quantized_matmul import cpu, cpu_layout
 from easytorch.kernels.quantized_matmul.formats import storage
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
+from easytorch.layers.linear import watched
 from easytorch.layers.quantized_formats import FormatSettings, quantize_weight
 from easytorch.operations import OperationRegistry
 
@@ -40,9 +43,13 @@ class QuantizedLinear(nn.Linear):
     with one, `weight_zero`; of columns in an order of their own `weight_order`, the input's column for each column of
     the codes. `weight` is what they decode to, a new tensor whenever it is read, whose `data` may not be
     set. It is an `nn.Linear`, which PEFT puts an adapter on.
+
+    The first product of few rows on a CPU interleaves the rows of `weight_codes` (`lay_out`). A state dict has them one
+    after another: asking for it, setting it or moving the layer lays them back, and so does `separate_codes`.
     """
 
     weight_order: Tensor
+    laid_out: bool = False
 
     def __init__(
         self, in_features: int, out_features: int, settings: FormatSettings, dtype: torch.dtype, bias: Tensor | None
@@ -67,6 +74,7 @@ class QuantizedLinear(nn.Linear):
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
         """Takes the codes nearest to `weight` (out_features, in_features)."""
+        self.laid_out = False
         for part, tensor in parts_of(quantize_weight(weight, self.settings)).items():
             self.register_buffer(f"weight_{part}", tensor)
         if self.settings.ordered:
@@ -99,13 +107,57 @@ class QuantizedLinear(nn.Linear):
         made: nn.Linear | Conv1D = plain.train(self.training)
         return made
 
+    def lay_out(self) -> None:
+        """Interleaves the codes in place of what they are, where products of few rows on this CPU gain by it."""
+        self.laid_out = True
+        codes = self._buffers.get("weight_codes")
+        # memory that processes share stays so; what FSDP and others put in place of tensors is theirs
+        if type(codes) is not Tensor or not codes.is_cpu or codes.is_shared():
+            return
+        storage_, columns = self.settings.storage, self.in_features
+        with torch.inference_mode(False):  # a tensor made within cannot be used in training later
+            made = cpu_layout.interleave(codes, storage_, columns, self._group_size())
+        if made is not None:
+            self._buffers["weight_codes"] = made
+
+    def _group_size(self) -> int:
+        """Of the columns that share a scale: 32 for one scale a row."""
+        one = self._buffers["weight_scale_bits"].shape[1] == 1  # type: ignore[union-attr]
+        return 32 if one else self.settings.columns(self.in_features)
+
+    def separate(self) -> None:
+        """The reverse of `lay_out`."""
+        self.laid_out = False
+        codes = self._buffers.get("weight_codes")
+        if codes is None or self.out_features == codes.shape[0]:
+            return
+        with torch.inference_mode(False):
+            separated = cpu_layout.separate(codes, self.settings.storage, self.in_features)
+        self._buffers["weight_codes"] = separated
+
+    def _gains(self, input: Tensor) -> bool:
+        """Whether the product of this input is one for which the codes should be laid out."""
+        few = 0 < input.numel() <= cpu.FEW_ROWS * self.in_features
+        return few and not watched(self) and cpu.prefers(input, self.quantized, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.separate()  # the tensors of a state dict are the module's own
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.separate()
+        super()._load_from_state_dict(*args)
+
     def forward(self, input: Tensor) -> Tensor:
+        if not self.laid_out and eager() and self._gains(input):  # a graph learns nothing of how many rows there are
+            self.lay_out()
         if self.settings.ordered:
             input = input.index_select(-1, self.weight_order)
         output: Tensor = _OPERATION(input, self.quantized, self.bias)
         return output
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.separate()
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.quantized.data.device)).dtype
         return super()._apply(fn, recurse)
 
@@ -205,6 +257,13 @@ def _built(parts: dict[str, Tensor], settings: FormatSettings, shape: tuple[int,
     data = parts["codes"].view(storage(settings.storage, shape[1])[1])
     scale = parts["scale_bits"].view(torch.float32)
     return QuantizedWeight(data, scale, parts.get("zero"), settings.storage, shape, settings.columns(shape[1]))
+
+
+def separate_codes(model: nn.Module) -> None:
+    """Lays the codes of all its layers as they are saved: what reads a model's buffers calls it before."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.separate()
 
 
 QUANTIZED = (QuantizedLinear, QuantizedStacks)

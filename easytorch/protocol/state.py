@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from easytorch.argument_types import check_types
 from easytorch.bridge.core.nested import flat, nested
 from easytorch.bridge.errors import nearest
+from easytorch.layers.quantized import separate_codes
 from easytorch.protocol.wrappers import unwrapped
 
 State = dict[str, torch.Tensor]
@@ -32,6 +33,7 @@ class GraphDef:
     """A module without its tensors: classes, config, hooks and modes, and the names, shapes and dtypes of its state."""
 
     def __init__(self, module: nn.Module) -> None:
+        separate_codes(module)
         memo: dict[int, Any] = {id(one): _on_meta(one) for one in (*module.parameters(), *module.buffers())}
         self._skeleton = copy.deepcopy(module, memo)
 
@@ -97,7 +99,7 @@ def graphstate(model: nn.Module) -> State:
 @check_types()
 def graphother(model: nn.Module) -> State:
     """The buffers of `model`, those too that its checkpoints leave out: name -> tensor, in the model's own memory."""
-    return dict(unwrapped(model).named_buffers())
+    return dict(_buffers_of(unwrapped(model)))
 
 
 @check_types()
@@ -181,7 +183,13 @@ def _check_mapping(tree: Any) -> None:
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer by the first of its names."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {**dict(module.named_parameters()), **dict(_buffers_of(module))}
+
+
+def _buffers_of(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its named buffers, codes of quantized layers as they are saved."""
+    separate_codes(module)
+    return module.named_buffers(remove_duplicate=remove_duplicate)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,7 +200,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _slots(module: nn.Module) -> Iterator[tuple[str, str]]:
     """(name, "parameter" or "buffer") of every tensor, under each of its names."""
     yield from ((name, "parameter") for name, _ in module.named_parameters(remove_duplicate=False))
-    yield from ((name, "buffer") for name, _ in module.named_buffers(remove_duplicate=False))
+    yield from ((name, "buffer") for name, _ in _buffers_of(module, remove_duplicate=False))
 
 
 def _check_names(
@@ -232,7 +240,7 @@ def checked(module: nn.Module, tree: Mapping[str, Any], *, complete: bool | str)
     complete: True requires every parameter and buffer, "parameters" every parameter.
     """
     leaves = flatten(tree)
-    every = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    every = dict(module.named_parameters(remove_duplicate=False)) | dict(_buffers_of(module, remove_duplicate=False))
     first = {id(tensor): name for name, tensor in tensors_of(module).items()}
     named: dict[str, str] = {}
     values: State = {}

@@ -68,7 +68,16 @@ def quantized_matmul(
     x: Tensor, data: Tensor, scale: Tensor, zero: Tensor, bias: Tensor, format: int, columns: int, group_size: int,
     level: int,
 ) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], data.shape[0]))
+    from easytorch.kernels.quantized_matmul import cpu_layout, interleaved
+
+    name = next(name for name, number in cpu_layout.NUMBERS.items() if number == format)
+    return x.new_empty((*x.shape[:-1], interleaved.rows_of(data, name, columns)))
+
+
+@_fake
+def interleave_codes(data: Tensor, format: int, columns: int, group_size: int, back: bool, level: int) -> Tensor:
+    rows = data.shape[0] * 16 if back else data.shape[0] // 16
+    return data.new_empty((rows, data.numel() // rows))
 
 
 @_fake

@@ -66,7 +66,7 @@ def takes_product(x: Tensor, *projections: AnyProjection) -> bool:
         if isinstance(one, QuantizedProjection):
             if not quantized.takes_codes(one.codes, one.scale_bits, one.zero, one.group_size):
                 return False
-            numbers += one.codes.shape[0] * one.columns
+            numbers += one.rows * one.columns
             continue
         weight = one.weight
         if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():

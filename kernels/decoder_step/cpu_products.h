@@ -31,11 +31,12 @@ struct Projection {
   Tensor weight, bias;
   std::unique_ptr<Codes> codes;  // of a quantized weight
 
-  int64_t rows() const { return weight.sizes[0]; }
+  int64_t rows() const { return codes ? codes->n : weight.sizes[0]; }
   int64_t columns() const { return codes ? codes->k : weight.sizes[1]; }
   int64_t block() const {
-    const int64_t row = weight.sizes[1] * static_cast<int64_t>(aoti_torch_dtype_element_size(weight.dtype));
-    return (BLOCK_BYTES / (row + 1) + 3) / 4 * 4 + (row > BLOCK_BYTES ? 4 : 0);
+    const int64_t width = codes ? codes->stored : weight.sizes[1], unit = codes && codes->interleaved ? codes->unit() : 4;
+    const int64_t row = width * static_cast<int64_t>(aoti_torch_dtype_element_size(weight.dtype));
+    return (BLOCK_BYTES / (row + 1) + unit - 1) / unit * unit + (row > BLOCK_BYTES ? unit : 0);
   }
   int64_t tasks() const { return (rows() + block() - 1) / block(); }
   bool fits(int64_t n, int64_t k, int32_t dtype) const {

@@ -33,7 +33,7 @@ class Projection(NamedTuple):
 class QuantizedProjection(NamedTuple):
     """A linear layer of codes: the fields of a `QuantizedWeight` (N, `columns`), bias (N,).
 
-    scale_bits: the scales, as the bits of float32.
+    scale_bits: the scales, as the bits of float32. rows: N; the codes' may be interleaved.
     """
 
     codes: Tensor
@@ -43,6 +43,7 @@ class QuantizedProjection(NamedTuple):
     format: str
     columns: int
     group_size: int
+    rows: int
 
 
 AnyProjection = Projection | QuantizedProjection
@@ -132,6 +133,6 @@ def product(x: Tensor, projection: AnyProjection) -> Tensor:
     _, dtype = storage(projection.format, projection.columns)
     weight = QuantizedWeight(
         projection.codes.view(dtype), projection.scale_bits.view(torch.float32), projection.zero, projection.format,
-        (projection.codes.shape[0], projection.columns), projection.group_size,
+        (projection.rows, projection.columns), projection.group_size,
     )  # fmt: skip
     return quantized_matmul.quantized_matmul(x, weight, projection.bias)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.quantized_matmul import operators
+from easytorch.kernels.quantized_matmul import cpu_layout, operators
 from easytorch.kernels.quantized_matmul.aten_decode import from_e4m3fn, from_pairs
 from easytorch.kernels.quantized_matmul.formats import spread
 from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS, decode_blocks
+from easytorch.kernels.quantized_matmul.interleaved import ROWS
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
@@ -64,7 +65,7 @@ def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 def _for_int8_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     """The kernel reads past the end of a row whose width is no multiple of 32 (torch 2.13)."""
-    return weight.shape[1] % 32 == 0 and (
+    return weight.shape[1] % 32 == 0 and not weight.interleaved and (
         weight.format == "int8" and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[0] <= _FEW_ROWS
         and weight.scale.shape == (weight.shape[0], 1)
     )  # fmt: skip
@@ -82,6 +83,8 @@ def _working_dtype(x: torch.Tensor) -> torch.dtype:
 def _blocks(weight: QuantizedWeight) -> list[tuple[int, int]]:
     rows, columns = weight.shape
     size = max(1, _BLOCK // columns)
+    if weight.interleaved:
+        size = -(-size // ROWS) * ROWS
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -91,9 +94,16 @@ def _scale(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) ->
     return spread(scale.to(dtype), weight.group_size, weight.shape[1])
 
 
+def _rows(weight: QuantizedWeight, start: int, end: int) -> torch.Tensor:
+    """The stored rows [start, end), multiples of 16 where they are interleaved."""
+    if not weight.interleaved:
+        return weight.data[start:end]
+    return cpu_layout.separate(weight.data[start // ROWS : end // ROWS], weight.format, weight.shape[1])
+
+
 def _numbers(weight: QuantizedWeight, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of rows [start, end) before scaling, (end - start, K)."""
-    data, columns = weight.data[start:end], weight.shape[1]
+    data, columns = _rows(weight, start, end), weight.shape[1]
     if weight.format in BLOCKS:
         return decode_blocks(data, weight.format, dtype)
     if weight.format == "fp8_e4m3fn":

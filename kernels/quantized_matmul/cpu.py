@@ -1,11 +1,12 @@
-"""quantized_matmul of few rows by the C++ operator (cpu*.cpp), in one of four ways (cpu_rows.h).
+"""quantized_matmul of few rows by the C++ operator (cpu*.cpp), in one of five ways (cpu_rows.h).
 
-Up to four rows of x become integers of two or three bytes, which multiply integer codes (AVX512_VNNI); nf4 and fp8
-become bfloat16; of more rows the weight is decoded a few rows at a time; elsewhere codes are decoded to float32 as
-they are accumulated.
+Rows of x become integers of two or three bytes, which multiply integer codes (AVX512_VNNI): up to 16 rows where the
+weight's are interleaved (interleaved.py), up to four where they lie one after another; nf4 and fp8 become bfloat16; of
+more rows the weight is decoded a few rows at a time; elsewhere codes are decoded to float32 as they are accumulated.
 
-Such integers share a power of two over 128 or 256 columns. Where one number of x is so much larger than the others
-there that they would lose more than their dtype does, the row is computed in float32 (`stands_out` in cpu_integers.h).
+Such integers share a power of two over 32 columns, or 128 or 256. Where one number of x is so much larger than the
+others there that they would lose more than their dtype does, the row is computed with one byte more or in float32
+(`stands_out` in cpu_integers.h).
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.cpu.inference import DTYPES
 from easytorch.kernels.interop.torch_func import eager, forward_mode, recording
 from easytorch.kernels.quantized_matmul import aten, operators
+from easytorch.kernels.quantized_matmul.cpu_layout import BLOCK_FORMATS as BLOCK_FORMATS
+from easytorch.kernels.quantized_matmul.cpu_layout import FORMATS as FORMATS
+from easytorch.kernels.quantized_matmul.cpu_layout import NUMBERS as NUMBERS
 from easytorch.kernels.quantized_matmul.native import check_arguments
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
-# The format's number in cpu_product.h.
-FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4, "fp4_e2m1": 5}
-BLOCK_FORMATS = {"q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9}
-NUMBERS = FORMATS | BLOCK_FORMATS
 # Columns that are decoded together: groups start at multiples of it.
 STEP = 32
 # Rows up to which it is chosen. Time divided by ATen's for (4096, 1024) and 1, 4, 16 rows of bfloat16, one thread of
 # a loaded AMD EPYC (Zen 4), when int8 and int4 were decoded: int8 0.51, 0.59, 0.68; int4 0.07, 0.11, 0.35; nf4 0.07,
-# 0.11, 0.40; fp8_e4m3fn 0.13, 0.17, 0.56; fp8_e5m2 0.05, 0.07, 0.21. One row now, of a bfloat16 product and of a
-# plain read of the codes: q8_0 0.45 and 1.23, q4_0 0.38 and 1.51, q4_k 0.39 and 1.69, q6_k 0.46 and 1.65, int8 0.60
-# and 1.31, int4 0.33 and 1.56, fp4 0.39 and 1.86, nf4 0.42 and 1.96, fp8_e4m3fn 0.51 and 1.30.
+# 0.11, 0.40; fp8_e4m3fn 0.13, 0.17, 0.56; fp8_e5m2 0.05, 0.07, 0.21. Interleaved codes and 5, 8, 16 rows of bfloat16:
+# int8 0.40, 0.42, 0.32; int4 0.03, 0.05, 0.06; q4_0 0.01, 0.02, 0.04. One row of nf4 and fp8_e4m3fn, of a bfloat16
+# product and of a plain read of the codes: 0.42 and 1.96, 0.51 and 1.30; the others are in docs/kernels/cpu.md.
 MOST_ROWS = 16
+# Rows up to which a layer has its codes laid out for them: a prompt says nothing of what follows.
+FEW_ROWS = 4
 _NO_BIAS, _NO_ZERO = torch.empty(0), torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,14 +1,17 @@
 // A few rows times a quantized weight, in the fastest of the ways that take them: for the operators that multiply by one.
 #pragma once
 
+#include "../cpu/buffer.h"
 #include "../cpu/levels.h"
 #include "../cpu/torch_abi.h"
 #include "../linear/cpu_skinny_table.h"
+#include "cpu_interleaved.h"
 #include "cpu_product.h"
 
 EASYTORCH_TABLE(QuantizedFunctions, quantized)
 EASYTORCH_TABLE(CodesFunctions, bfloat16_codes)
 EASYTORCH_TABLE(CodesFunctions, integer_codes)
+EASYTORCH_TABLE(CodesFunctions, interleaved_codes)
 
 namespace easytorch {
 
@@ -27,6 +30,11 @@ inline int64_t stored_bytes(int64_t format, int64_t k) {
   }
 }
 
+// Whether 16 rows of the format may be interleaved: they are blocks of 32 columns or more.
+inline bool interleaves(int64_t format, int64_t k) {
+  return interleaved_blocks(format).block > 0 && k % 32 == 0 && stored_bytes(format, k) > 0;
+}
+
 // The tensors of a QuantizedWeight (N, K), checked. Scales may be given as the bits of float32.
 class Codes {
  public:
@@ -37,7 +45,10 @@ class Codes {
     require(k > 0 && group_size > 0, "quantized_matmul: x and weight do not fit");
     n = data.sizes[0], stored = stored_bytes(format, k);
     const int64_t of_row = (k + group_size - 1) / group_size;
-    require(data.sizes[1] == stored && (stored == 1 || data.strides[1] == 1), "quantized_matmul: the codes do not fit");
+    interleaved = stored > 0 && data.sizes[1] == INTERLEAVED_ROWS * stored && interleaves(format, k);
+    if (interleaved) n *= INTERLEAVED_ROWS;
+    require((interleaved || data.sizes[1] == stored) && (data.sizes[1] == 1 || data.strides[1] == 1),
+            "quantized_matmul: the codes do not fit");
     require(aoti_torch_dtype_element_size(data.dtype) == 1, "quantized_matmul: codes of a byte are needed");
     const bool one = scale.sizes[0] == 1 && scale.sizes[1] == 1;
     require(one || (format < Q8_0 && scale.sizes[0] == n && scale.sizes[1] == of_row),
@@ -49,7 +60,9 @@ class Codes {
                        zero.sizes[1] == scale.sizes[1] && zero.contiguous() && zero.dtype == aoti_torch_dtype_uint8()),
             "quantized_matmul: the zeros do not fit");
     product_.n = n, product_.k = k, product_.format = format, product_.data = static_cast<const uint8_t*>(data.data);
-    product_.row_bytes = n == 0 ? stored : data.strides[0], product_.scale = static_cast<const float*>(scale.data);
+    require(!interleaved || n == 0 || data.sizes[0] == 1 || data.strides[0] == data.sizes[1],
+            "quantized_matmul: interleaved rows lie one after another");
+    product_.row_bytes = n == 0 || interleaved ? stored : data.strides[0], product_.scale = static_cast<const float*>(scale.data);
     product_.zero = zeros ? static_cast<const uint8_t*>(zero.data) : nullptr;
     product_.groups = one ? 1 : of_row, product_.scale_stride = one ? 0 : of_row;
     product_.group_size = one ? k : group_size;
@@ -60,10 +73,13 @@ class Codes {
     made.x = x, made.m = m, made.x_dtype = made.y_dtype = dtype, made.bias = bias, made.bias_dtype = bias_dtype, made.y = y;
     return made;
   }
+  // Rows of the weight that are computed together.
+  int64_t unit() const { return interleaved ? INTERLEAVED_ROWS : 1; }
   int64_t groups() const { return product_.groups; }
   int64_t group_size() const { return product_.group_size; }
 
   int64_t format, n, k, stored;
+  bool interleaved;
 
  private:
   QuantizedProduct product_{};
@@ -72,18 +88,20 @@ class Codes {
 // How M rows of x are multiplied by the rows of one weight.
 class QuantizedRows {
  public:
-  enum Way { OF_INTEGERS, OF_BFLOAT16, DECODED, IN_FLOAT32 };
+  enum Way { INTERLEAVED, OF_INTEGERS, OF_BFLOAT16, DECODED, IN_FLOAT32 };
 
   QuantizedRows(const Codes& codes, int64_t m, int32_t dtype, int64_t level)
       : functions_(quantized_of(level)), bfloat16_(bfloat16_codes_of(level)), integers_(integer_codes_of(level)),
-        skinny_(skinny_of(level)), format_(codes.format), m_(m), k_(codes.k), dtype_(dtype) {
+        interleaved_(interleaved_codes_of(level)), skinny_(skinny_of(level)), separate_(codes.interleaved), format_(codes.format), m_(m), k_(codes.k), dtype_(dtype) {
     const int64_t groups = codes.groups(), group_size = codes.group_size(), step = functions_.step();
     require(groups == 1 || group_size % step == 0, "quantized_matmul: groups of a multiple of 32 columns");
     packing_ = skinny_.packing(dtype == BFLOAT16 ? BFLOAT16 : FLOAT32);
     decoded_rows_ = BUFFER / (k_ * size_of_decoded()) / 4 * 4;
     decoded_rows_ = decoded_rows_ > 12 ? 12 : decoded_rows_;
     const bool decodes = m >= LEAST_DECODED && decoded_rows_ > 0;
-    way_ = integers_.takes(format_, dtype, m, group_size, groups)                ? OF_INTEGERS
+    const bool interleaved = codes.interleaved && interleaved_.takes(format_, dtype, m, group_size, groups);
+    way_ = interleaved                                                           ? INTERLEAVED
+           : integers_.takes(format_, dtype, m, group_size, groups)              ? OF_INTEGERS
            : decodes                                                             ? DECODED
            : bfloat16_.takes(format_, dtype, m, group_size, groups)              ? OF_BFLOAT16
                                                                                  : IN_FLOAT32;
@@ -96,7 +114,8 @@ class QuantizedRows {
 
   int64_t bytes() const {
     const int64_t in_float32 = m_ * ((k_ + functions_.step() - 1) / functions_.step()) * functions_.step() * 4;
-    const int64_t own = way_ == OF_INTEGERS   ? integers_.bytes(format_, dtype_, m_, k_)
+    const int64_t own = way_ == INTERLEAVED   ? interleaved_.bytes(format_, dtype_, m_, k_)
+                        : way_ == OF_INTEGERS ? integers_.bytes(format_, dtype_, m_, k_)
                         : way_ == OF_BFLOAT16 ? bfloat16_.bytes(format_, dtype_, m_, k_)
                         : way_ == DECODED     ? m_ * ((k_ + packing_.step - 1) / packing_.step) * packing_.step * 4
                                               : 0;
@@ -115,7 +134,7 @@ class QuantizedRows {
       return DECODED;
     }
     if (way_ != IN_FLOAT32) {
-      const CodesFunctions& codes = way_ == OF_INTEGERS ? integers_ : bfloat16_;
+      const CodesFunctions& codes = way_ == INTERLEAVED ? interleaved_ : way_ == OF_INTEGERS ? integers_ : bfloat16_;
       bool taken = true;
       for (int64_t i = 0; i < m_ && taken; ++i) taken = codes.pack(row(i), stride, dtype_, k_, m_, i, format_, out);
       if (taken) return way_;
@@ -126,9 +145,11 @@ class QuantizedRows {
     return IN_FLOAT32;
   }
 
-  // The columns [begin, end) of y, of x packed in that way.
+  // The columns [begin, end) of y, of x packed in that way; multiples of 16 where the weight's rows are interleaved.
   void run(Way way, const QuantizedProduct& product, int64_t begin, int64_t end) const {
+    if (separate_ && way != INTERLEAVED) return separated(way, product, begin, end);
     switch (way) {
+      case INTERLEAVED: return interleaved_.run(&product, begin, end);
       case OF_INTEGERS: return integers_.run(&product, begin, end);
       case OF_BFLOAT16: return bfloat16_.run(&product, begin, end);
       case IN_FLOAT32: return functions_.run(&product, begin, end);
@@ -142,6 +163,28 @@ class QuantizedRows {
   static constexpr int64_t LEAST_DECODED = 5, BUFFER = 1 << 15;
 
   int64_t size_of_decoded() const { return packing_.dtype == FLOAT32 ? 4 : 2; }
+
+  // For what reads rows one after another: 16 rows at a time are laid so, in memory that stays in the L2 cache.
+  void separated(Way way, const QuantizedProduct& product, int64_t begin, int64_t end) const {
+    const int64_t stored = product.row_bytes, y_size = product.y_dtype == FLOAT32 ? 4 : 2;
+    const int64_t bias_size = product.bias_dtype == FLOAT32 ? 4 : 2;
+    const Buffer rows = lines(INTERLEAVED_ROWS * stored);
+    for (int64_t n = begin; n < end; n += INTERLEAVED_ROWS) {
+      uint8_t* const data = reinterpret_cast<uint8_t*>(rows.get());
+      separate_rows(format_, stored, product.data + n * stored, data);
+      QuantizedProduct part = product;
+      part.data = data, part.scale = product.scale + n * product.scale_stride;
+      part.zero = product.zero == nullptr ? nullptr : product.zero + n * product.scale_stride;
+      part.bias = product.bias == nullptr ? nullptr : static_cast<const char*>(product.bias) + n * bias_size;
+      part.y = static_cast<char*>(product.y) + n * y_size;
+      switch (way) {
+        case OF_INTEGERS: integers_.run(&part, 0, INTERLEAVED_ROWS); break;
+        case OF_BFLOAT16: bfloat16_.run(&part, 0, INTERLEAVED_ROWS); break;
+        case DECODED: decoded(part, 0, INTERLEAVED_ROWS); break;
+        default: functions_.run(&part, 0, INTERLEAVED_ROWS);
+      }
+    }
+  }
 
   void decoded(const QuantizedProduct& product, int64_t begin, int64_t end) const {
     alignas(64) char rows[BUFFER];
@@ -158,8 +201,9 @@ class QuantizedRows {
   }
 
   const QuantizedFunctions& functions_;
-  const CodesFunctions &bfloat16_, &integers_;
+  const CodesFunctions &bfloat16_, &integers_, &interleaved_;
   const SkinnyFunctions& skinny_;
+  const bool separate_;
   const int64_t format_, m_, k_;
   const int32_t dtype_;
   SkinnyPacking packing_{};

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import eager, recording
 from easytorch.kernels.quantized_matmul.formats import storage
+from easytorch.kernels.quantized_matmul.interleaved import rows_of
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 Forward = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
@@ -44,7 +45,7 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
         data: Tensor, scale: Tensor, zero: Tensor | None, packed: Tensor | None, packed_scale: Tensor | None,
         format: str, columns: int, group_size: int,
     ) -> QuantizedWeight:  # fmt: skip
-        stored, shape = data.view(storage(format, columns)[1]), (data.shape[0], columns)
+        stored, shape = data.view(storage(format, columns)[1]), (rows_of(data, format, columns), columns)
         return QuantizedWeight(stored, scale, zero, format, shape, group_size, packed, packed_scale)
 
     def product(
@@ -64,7 +65,7 @@ def define(library: str, forward: Forward, input_grad: InputGrad) -> Forward:
 
     @multiply.register_fake
     def _(x: Tensor, bias: Tensor | None, data: Tensor, *rest: Any) -> Tensor:
-        return x.new_empty(x.shape[0], data.shape[0])
+        return x.new_empty(x.shape[0], rows_of(data, rest[-3], rest[-2]))
 
     @back.register_fake
     def _(grad: Tensor, data: Tensor, *rest: Any) -> Tensor:

@@ -13,6 +13,7 @@ from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K), weight (N, K), bias (N,) -> (..., N) in x's dtype; see native.py."""
     check_arguments(x, weight, bias)
+    weight = weight.separated()
     rows = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
     output = call_jax_with_gradient(
         pallas_or_jax.forward, pallas_or_jax.backward, rows, bias, weight.data, weight.scale, weight.zero,

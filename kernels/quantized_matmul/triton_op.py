@@ -63,6 +63,7 @@ def _adjacent(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(weight: QuantizedWeight) -> QuantizedWeight:
+    weight = weight.separated()
     zero = None if weight.zero is None else weight.zero.contiguous()
     tensors = (weight.data.contiguous(), weight.scale.contiguous(), zero)
     return QuantizedWeight(*tensors, weight.format, weight.shape, weight.group_size)

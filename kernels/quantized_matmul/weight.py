@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from easytorch.kernels.quantized_matmul import cpu_layout
 from easytorch.kernels.quantized_matmul.formats import (
     FORMATS,
     FP4_LEVELS,
@@ -21,6 +22,7 @@ from easytorch.kernels.quantized_matmul.formats import (
     unpack,
 )
 from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS, decode_blocks
+from easytorch.kernels.quantized_matmul.interleaved import interleaves, is_interleaved
 
 _TENSORS = ("data", "scale", "zero", "packed", "packed_scale")
 
@@ -30,6 +32,7 @@ class QuantizedWeight:
     """A weight (N, K) in few bits: dequantized it is (code - zero) * scale, each group of columns with its own.
 
     data: int8 and fp8: (N, K) of that dtype; int4, nf4, fp4: (N, ceil(K / 2)) uint8, the even column in the upper bits.
+    Or the same bytes with their rows interleaved by 16 (interleaved.py), (N / 16, 16 times as wide), for a CPU alone.
     scale: float32 (N, ceil(K / group_size)), or (1, 1) for one scale in all.
     zero: of int4 that is not symmetric: uint8 codes of 0.0, shaped like scale; else None (int4: 8).
     format: a name of `FORMATS`, or of `BLOCKS` (llama.cpp's), whose data, uint8, hold the scales too (`of_blocks`).
@@ -53,7 +56,8 @@ class QuantizedWeight:
         width, dtype = storage(self.format, columns)
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        if tuple(self.data.shape) != (rows, width) or self.data.dtype != dtype:
+        one = tuple(self.data.shape) == (rows, width) or self._interleaved(width)
+        if not one or self.data.dtype != dtype:
             raise ValueError(
                 f"{self.format} of shape {tuple(self.shape)} is stored as {(rows, width)} {dtype}, got "
                 f"{tuple(self.data.shape)} {self.data.dtype}"
@@ -72,6 +76,21 @@ class QuantizedWeight:
         if tuple(self.zero.shape) != scale or self.zero.dtype != torch.uint8:
             raise ValueError(f"zero must be {scale} uint8, got {tuple(self.zero.shape)} {self.zero.dtype}")
 
+    def _interleaved(self, width: int) -> bool:
+        (rows, columns), shape = self.shape, tuple(self.data.shape)
+        return shape == (rows // 16, 16 * width) and interleaves(self.format, rows, columns)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the rows of `data` are interleaved by 16."""
+        return is_interleaved(self.data, self.format, self.shape[1])
+
+    def separated(self) -> QuantizedWeight:
+        """The same weight with the rows of `data` one after another."""
+        if not self.interleaved:
+            return self
+        return replace(self, data=cpu_layout.separate(self.data, self.format, self.shape[1]))
+
     @classmethod
     def of_blocks(cls, data: torch.Tensor, format: str) -> QuantizedWeight:
         """A weight of llama.cpp's blocks: data (N, bytes of a row), uint8."""
@@ -85,17 +104,17 @@ class QuantizedWeight:
         """The weight (N, K): computed in float32 (float64 for float64), rounded to `dtype`."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         columns = self.shape[1]
+        rows = self.separated().data
         if self.format in BLOCKS:
-            return (decode_blocks(self.data, self.format, wide) * self.scale.to(wide)).to(dtype)
+            return (decode_blocks(rows, self.format, wide) * self.scale.to(wide)).to(dtype)
         zero = None if self.zero is None else spread(self.zero, self.group_size, columns)
-        numbers = decode(self.data, zero, self.format, columns, wide)
+        numbers = decode(rows, zero, self.format, columns, wide)
         return (numbers * spread(self.scale.to(wide), self.group_size, columns)).to(dtype)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         zero = None if self.zero is None else self.zero.to(device)
-        return QuantizedWeight(
-            self.data.to(device), self.scale.to(device), zero, self.format, self.shape, self.group_size
-        )
+        data = self.data if torch.device(device).type == "cpu" else self.separated().data
+        return QuantizedWeight(data.to(device), self.scale.to(device), zero, self.format, self.shape, self.group_size)
 
     def prepacked(self) -> QuantizedWeight:
         """The same weight with a second copy of int4 for ATen's CPU kernel, which serves few rows of bfloat16.
@@ -103,6 +122,8 @@ class QuantizedWeight:
         Returns itself where that kernel does not take it: another format or device, a group that is not 32, 64, 128 or
         256 wide or that K or 16 rows do not divide into. The copy is not part of `to_dict` and `to`.
         """
+        if self.interleaved:
+            return self.separated().prepacked()
         rows, columns = self.shape
         whole = columns % self.group_size == 0 and self.scale.shape == (rows, columns // self.group_size)
         known = self.format == "int4" and self.group_size in (32, 64, 128, 256) and self.data.device.type == "cpu"
@@ -122,7 +143,7 @@ class QuantizedWeight:
     def to_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Tensors only, for safetensors or a state dict: data, scale, zero where there is one, and the settings."""
         settings = json.dumps({"format": self.format, "shape": list(self.shape), "group_size": self.group_size})
-        tensors = {"data": self.data, "scale": self.scale, "zero": self.zero}
+        tensors = {"data": self.separated().data, "scale": self.scale, "zero": self.zero}
         found = {prefix + name: tensor for name, tensor in tensors.items() if tensor is not None}
         return {**found, prefix + "settings": torch.tensor(list(settings.encode()), dtype=torch.uint8)}
 

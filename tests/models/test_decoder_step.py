@@ -133,6 +133,22 @@ def test_quantized_layers_are_in_the_step(format: str) -> None:
     assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
+def test_codes_laid_out_for_the_step_are_saved_as_they_were() -> None:
+    """By the state dict and as the protocol's state, after which the step gives the same numbers."""
+    one = easytorch.protocol.quantization.quantize(model(), "affine")
+    before = {name: tensor.clone() for name, tensor in one.named_buffers()}
+    name = next(name for name in before if name.endswith("gate_proj.weight_codes"))
+    expected = logits_of(one, DynamicCache(config=one.config))
+    for read in (lambda: one.state_dict(), lambda: easytorch.protocol.graphother(one)):
+        assert one.get_buffer(name).shape != before[name].shape, "the step lays codes out"
+        state = read()
+        assert all(torch.equal(state[key], tensor) for key, tensor in before.items() if key in state)
+        assert torch.equal(logits_of(one, DynamicCache(config=one.config)), expected)
+    graphdef, *state = easytorch.protocol.split_module(one)
+    again = easytorch.protocol.merge_module(graphdef, *state)
+    assert torch.equal(logits_of(again, DynamicCache(config=one.config)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_logits_in_sixteen_bits_are_those_of_the_modules(dtype: torch.dtype) -> None:
     one = model("qwen3", dtype)

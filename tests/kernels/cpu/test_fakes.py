@@ -38,6 +38,8 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("linear", (x, ones(3, 6), NONE, TOP)),
         ("linear_argmax", (x, ones(3, 6), NONE, TOP)),
         ("quantized_matmul", (ones(2, 32), codes, ones(3, 1), NONE.byte(), NONE, 0, 32, 32, TOP)),
+        ("quantized_matmul", (ones(2, 32), codes.new_ones(2, 512), ones(32, 1), NONE.byte(), NONE, 0, 32, 32, TOP)),
+        ("interleave_codes", (codes.new_ones(2, 512), 0, 32, 32, True, TOP)),
         ("glu", (x, x, 0, TOP)),
         ("glu_backward", (x, x, x, 0, TOP)),
         ("cross_entropy_rows", (ones(3, 5), torch.tensor([1, -1, 0]), ones(3), -1, 0.1, None, 0.0, TOP)),

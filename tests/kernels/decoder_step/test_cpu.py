@@ -19,6 +19,7 @@ from easytorch.kernels.decoder_step.native import (
     QuantizedProjection,
     Slot,
 )
+from easytorch.kernels.quantized_matmul import interleaved
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
@@ -155,7 +156,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, monkeypatch: p
 def coded(weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedProjection:
     data, scale_bits = guarded(weight.data.view(torch.uint8)), guarded(weight.scale.view(torch.int32))
     return QuantizedProjection(
-        data, scale_bits, weight.zero, bias, weight.format, weight.shape[1], weight.group_size
+        data, scale_bits, weight.zero, bias, weight.format, weight.shape[1], weight.group_size, weight.shape[0]
     )  # fmt: skip
 
 
@@ -179,6 +180,16 @@ def of_codes(rows: int, seed: int, dtype: torch.dtype) -> Inputs:
     return given._replace(attention=attention, feed_forward=feed)
 
 
+def interleaved_codes(weights: Any) -> Any:
+    """With the rows of all codes interleaved."""
+    coded = {
+        name: one._replace(codes=guarded(interleaved.interleave(one.codes, one.format)))
+        for name, one in weights._asdict().items()
+        if isinstance(one, QuantizedProjection)
+    }
+    return weights._replace(**coded)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
 def test_steps_of_quantized_weights_are_the_definitions(level: int, dtype: torch.dtype) -> None:
@@ -188,6 +199,11 @@ def test_steps_of_quantized_weights_are_the_definitions(level: int, dtype: torch
         error = relative_rms_error(attended(cpu, given, level=level), attended(native, exact))
         assert error <= TOLERANCE[dtype]
         fed = cpu.feed_forward_step(given.x, given.feed_forward, level=level)
+        assert relative_rms_error(fed, native.feed_forward_step(exact.x, exact.feed_forward)) <= TOLERANCE[dtype]
+        attention, feed_forward = interleaved_codes(given.attention), interleaved_codes(given.feed_forward)
+        other = given._replace(attention=attention, feed_forward=feed_forward)
+        assert relative_rms_error(attended(cpu, other, level=level), attended(native, exact)) <= TOLERANCE[dtype]
+        fed = cpu.feed_forward_step(given.x, feed_forward, level=level)
         assert relative_rms_error(fed, native.feed_forward_step(exact.x, exact.feed_forward)) <= TOLERANCE[dtype]
         given.x[-1, 0, 5] = float("nan")
         fed = cpu.feed_forward_step(given.x, given.feed_forward, level=level)
