@@ -27,6 +27,9 @@ class Pipeline:
     `ValueError` where there are fewer layers than stages, `NotImplementedError` for a model that cannot be divided.
     """
 
+    mesh: Any = None  # all axes, where `shard_model` has made the stages
+    scheduled = False  # the model is called as one stage, by a schedule
+
     def __init__(self, model: Any, ranks: DeviceMesh) -> None:
         kind = type(model).__name__
         if not hasattr(model, "stage_refusal"):
@@ -39,8 +42,19 @@ class Pipeline:
         if layers < self.stages:
             raise ValueError(f"{layers} layers do not make pp={self.stages} stages: take at most {layers}")
         self.first, self.last = self.stage == 0, self.stage == self.stages - 1
-        self.device, self.dtype = model.device, model.dtype
         model.keep_layers(*(layers * (self.stage + end) // self.stages for end in (0, 1)))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the stage, which may be loaded or moved after it was made."""
+        found: torch.device = self.model.device
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the hidden states between stages."""
+        found: torch.dtype = self.model.dtype
+        return found
 
     def step(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss) -> Tensor:
         """Forward and backward of each micro-batch: gradients of sum(loss / divisor), which each rank returns, ().
@@ -59,21 +73,30 @@ class Pipeline:
         dist.all_reduce(squared, group=self.ranks.get_group())
         return squared.sqrt()
 
-    def gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all stages by their names, on the CPU; each rank passes its own, and gets all of them.
+    def of_stages(self, own: Any) -> list[Any]:
+        """What each stage passes, in order; picklable."""
+        found: list[Any] = [None] * self.stages
+        dist.all_gather_object(found, own, group=self.ranks.get_group())
+        return found
 
-        They are sent one at a time, by the stage that has them.
+    def gathered(self, own: Mapping[str, Any], *, keep: bool = True) -> dict[str, Tensor]:
+        """The full tensors of all stages by their names, on the CPU; each rank passes its own, which may be sharded.
+
+        They are gathered and sent one at a time, by the stage that has them. keep: False on a rank that only takes
+        part, whose tensors are empty.
         """
         group, every = self.ranks.get_group(), dict[str, Tensor]()
-        described: list[Any] = [None] * self.stages
-        dist.all_gather_object(described, [(name, tuple(x.shape), x.dtype) for name, x in own.items()], group=group)
+        described = self.of_stages([(name, tuple(x.shape), x.dtype) for name, x in own.items()])
         for stage, tensors in enumerate(described):
             source = dist.get_global_rank(group, stage)
             for name, shape, dtype in tensors:
-                mine = stage == self.stage
-                one = own[name].to(self.device) if mine else torch.empty(shape, dtype=dtype, device=self.device)
-                dist.broadcast(one := one.contiguous(), source, group=group)
-                every[name] = one.cpu()
+                if stage == self.stage:
+                    one = own[name].detach()
+                    one = (one.full_tensor() if hasattr(one, "full_tensor") else one).to(self.device).contiguous()
+                else:
+                    one = torch.empty(shape, dtype=dtype, device=self.device)
+                dist.broadcast(one, source, group=group)
+                every[name] = one.cpu() if keep else torch.empty(0)
         return every
 
     def _run(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss, *, train: bool) -> Tensor:
@@ -100,9 +123,13 @@ class Pipeline:
         schedule = kind(stage, len(batches), loss_fn=lambda loss, _: loss, scale_grads=False)
         losses: list[Tensor] = []
         more: dict[str, Any] = {"target": numbers, "losses": losses} if self.last else {}
-        with nullcontext() if train else torch.no_grad():
-            act = schedule.step if train else schedule.eval
-            act(*([numbers] if self.first else []), number=numbers, return_outputs=False, **more)
+        self.scheduled = True
+        try:
+            with nullcontext() if train else torch.no_grad():
+                act = schedule.step if train else schedule.eval
+                act(*([numbers] if self.first else []), number=numbers, return_outputs=False, **more)
+        finally:
+            self.scheduled = False
         total = torch.stack([one.detach().float() for one in losses]).sum() if self.last else torch.zeros(())
         total = total.to(self.device)
         group = self.ranks.get_group()

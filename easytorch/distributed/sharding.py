@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from easytorch.argument_types import check_types
-from easytorch.distributed import xla_spmd
-from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes
+from easytorch.distributed import staged_call, xla_spmd
+from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes, without_axis
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
+from easytorch.distributed.specs import PartitionSpec, axis_names
 
 Uneven = Literal["error", "replicate"]
-_SUPPORTED = (*DATA, "sp", "tp")
 
 
 @check_types()
@@ -26,8 +27,9 @@ def shard_model(
     Tensor parallelism over "tp" by the plan that the model declares, FSDP2 over "fsdp" and replicas over "dp", whose
     ranks pass their own part of a batch and get gradients averaged over them. So do those of "ep", over which the
     experts are divided, and nothing else. Over "sp" each rank computes its part of every sequence, of which all of them
-    are given the whole (`easytorch.layers.sequence_parallel`). Without a mesh, or with one of a single device, the
-    model is unchanged.
+    are given the whole (`easytorch.layers.sequence_parallel`). Over "pp" each rank keeps its stage of the layers alone:
+    all of them call the model with the same batch and get its loss, or without labels its logits, and call backward
+    (`easytorch.distributed.staged_call`). Without a mesh, or with one of a single device, the model is unchanged.
 
     partition_rules: pattern -> spec, as pairs or a mapping; the first that matches a parameter decides how it is
     stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
@@ -53,13 +55,22 @@ def shard_model(
         raise TypeError(f"a mesh of {devices} devices must be a torch DeviceMesh, not {type(mesh).__name__}")
     sizes = _sizes_of(mesh)
     rules = specs_by_rules(model, partition_rules, sizes)
-    if any(hasattr(one, "placements") for one in model.parameters()):
+    if mesh_of(model) is not None:
         raise ValueError("the model is sharded already: gather_model undoes shard_model")
-    _check_axes(sizes)
     over_sequence: Any = model if sizes.get("sp", 1) > 1 else None
     if over_sequence is not None:
         _check_sequence(model)
+    stages = sizes.get("pp", 1) > 1
+    if stages:
+        _check_stages(over_sequence, rules)
     _broadcast(model, mesh)
+    if stages:
+        staged_call.divide(model, mesh)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        rules = {name: spec for name, spec in rules.items() if name in own}
+        mesh = without_axis(mesh, "pp")
+        if mesh is None:
+            return model
     if sizes.get("tp", 1) > 1:
         from easytorch.distributed.tensor_parallel import parallelize
 
@@ -112,6 +123,8 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
         from easytorch.distributed.tensor_parallel import undo
 
         undo(model)
+    if staged_call.pipeline_of(model) is not None:
+        staged_call.gather(model)
     return model
 
 
@@ -119,8 +132,11 @@ def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tens
     """The state dict with full tensors on the CPU, gathered one at a time; tied weights stay one tensor.
 
     Each rank calls this; FSDP2 frees what an evaluation has left gathered when it is asked for a state dict.
+    Of a model that is divided into stages they are those of all stages.
     keep: False on a rank that only takes part, whose tensors are empty.
     """
+    if (pipeline := staged_call.pipeline_of(model)) is not None:
+        return pipeline.gathered(model.state_dict(keep_vars=True), keep=keep)
     full: dict[int, torch.Tensor] = {}
     state = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -135,7 +151,8 @@ def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tens
 def params_sharding(model: nn.Module) -> dict[str, tuple[Any, ...] | None]:
     """name -> the placements of a parameter over its device mesh, `(Shard(dim=0),)`; None without a mesh.
 
-    Over a mesh of torch_xla, which has no placements, its partition spec, `("fsdp", None)`.
+    Over a mesh of torch_xla, which has no placements, its partition spec, `("fsdp", None)`. Over "pp" the parameters
+    are those of this rank's stage.
     """
     if xla_spmd.mesh_of(model) is not None:
         specs = xla_spmd.specs_of(model)
@@ -148,6 +165,8 @@ def mesh_of(model: nn.Module) -> Any:
     """The device mesh that the model's parameters are sharded over, replicas included; None where none is."""
     if (mesh := xla_spmd.mesh_of(model)) is not None:
         return mesh
+    if (pipeline := staged_call.pipeline_of(model)) is not None:
+        return pipeline.mesh
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
     if modules and not any(hasattr(one, "device_mesh") for one in model.parameters()):
         for module in modules:  # a forward without a backward leaves replicas as plain tensors
@@ -211,20 +230,20 @@ def _sizes_of(mesh: Any) -> dict[str, int]:
     return sizes
 
 
-def _check_axes(sizes: dict[str, int]) -> None:
-    others = [f"{name}={size}" for name, size in sizes.items() if name not in _SUPPORTED and size > 1]
-    if others:
-        raise NotImplementedError(
-            f"shard_model supports the axes {', '.join(_SUPPORTED)}, and the mesh has {', '.join(others)}"
-        )
-
-
 def _check_sequence(model: Any) -> None:
     kind = type(model).__name__
     if not hasattr(model, "sequence_refusal"):
         raise NotImplementedError(f"{kind} cannot divide sequences over sp: native causal language models do")
     if (why := model.sequence_refusal()) is not None:
         raise NotImplementedError(f"{kind} cannot divide sequences over sp: {why}")
+
+
+def _check_stages(over_sequence: Any, rules: Mapping[str, PartitionSpec]) -> None:
+    if over_sequence is not None:
+        raise NotImplementedError("pp and sp do not go together: a stage passes on whole sequences")
+    for name, spec in rules.items():
+        if any("pp" in axis_names(one) for one in spec):
+            raise ValueError(f"{name}: a partition rule shards it over pp, which divides the layers alone")
 
 
 @torch.no_grad()

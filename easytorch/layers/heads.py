@@ -7,6 +7,7 @@ attribute that holds it is `base_model_prefix`, as on disk.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -91,6 +92,18 @@ class CausalLMHead(_Base):
         from easytorch.layers.stages import keep_layers
 
         keep_layers(self, first, last)
+
+    def restore_layers(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Undo `keep_layers`, with the values that `state`, the whole model's state dict, has for what was left out."""
+        from easytorch.layers.stages import restore_layers
+
+        restore_layers(self, state)
+
+    def left_out_names(self) -> list[str]:
+        """The names in the state dict of what other stages have."""
+        from easytorch.layers.stages import left_out_names
+
+        return left_out_names(self)
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""

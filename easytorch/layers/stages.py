@@ -7,12 +7,15 @@ Parameters keep their names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from easytorch.layers.decoder import DecoderBackbone
+
+_LEFT_OUT = "_left_out_layers"  # of the model: (parent, name, module) of what another stage has
 
 
 class PassedLayer(nn.Module):
@@ -40,24 +43,71 @@ def stage_refusal(model: Any) -> str | None:
 
 
 def keep_layers(model: Any, first: int, last: int) -> None:
-    """Leave out all layers but `first` to `last` (exclusive), and what only the first or the last stage computes."""
+    """Leave out all layers but `first` to `last` (exclusive), and what only the first or the last stage computes.
+
+    `restore_layers` undoes it: what is left out is kept without the values of its parameters.
+    """
     backbone: Any = model.base_model
     layers = getattr(backbone, backbone.layers_name)
-    for index in range(len(layers)):
+    left_out: list[tuple[nn.Module, str, nn.Module]] = []
+    for index, layer in enumerate(layers):
         if not first <= index < last:
+            left_out.append((layers, str(index), layer))
             layers[index] = PassedLayer()
     if first > 0:
-        _leave_out(backbone, backbone._input_embed_layer)
+        left_out.append(_leave_out(backbone, backbone._input_embed_layer))
         backbone.enter = _pass
     if last < len(layers):
-        _leave_out(backbone, backbone.norm_name)
-        _leave_out(model, "lm_head")
+        left_out.append(_leave_out(backbone, backbone.norm_name))
+        left_out.append(_leave_out(model, "lm_head"))
         backbone.leave = model.finish_logits = _pass
+    for _, _, module in left_out:
+        _forget(module)
+    model.__dict__[_LEFT_OUT] = left_out
 
 
-def _leave_out(parent: Any, name: str) -> None:
+def left_out_names(model: Any) -> list[str]:
+    """The names in the whole model's state dict of what `keep_layers` has left out; none where it was not called."""
+    paths = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+    return [
+        f"{paths[id(parent)]}{name}.{key}"
+        for parent, name, module in model.__dict__.get(_LEFT_OUT, ())
+        for key in module.state_dict(keep_vars=True)
+    ]
+
+
+def restore_layers(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Undo `keep_layers`, with the values of `state`, the whole model's, for what was left out."""
+    paths = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+    device, training = model.device, model.training
+    for parent, name, module in model.__dict__.pop(_LEFT_OUT):
+        prefix = f"{paths[id(parent)]}{name}."
+        own = {key: state[prefix + key].to(device) for key in module.state_dict(keep_vars=True)}
+        module.load_state_dict(own, assign=True)
+        for part in module.modules():
+            if any(one.is_meta for one in part.buffers(recurse=False)):  # a model made on the meta device
+                part.to_empty(device=device, recurse=False)
+                model._init_weights(part)
+        parent.__dict__.pop(name, None)
+        parent._modules[name] = module.train(training)
+    for owner, names in ((model.base_model, ("enter", "leave")), (model, ("finish_logits",))):
+        for name in names:
+            owner.__dict__.pop(name, None)
+
+
+def _leave_out(parent: Any, name: str) -> tuple[nn.Module, str, nn.Module]:
+    module = getattr(parent, name)
     delattr(parent, name)
     setattr(parent, name, _pass)  # no module: plans of parallelism have nothing to apply to
+    return parent, name, module
+
+
+def _forget(module: nn.Module) -> None:
+    """Free the memory of the parameters."""
+    for part in module.modules():
+        for name, one in part._parameters.items():
+            if one is not None:
+                part._parameters[name] = nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
 
 
 def _pass(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:

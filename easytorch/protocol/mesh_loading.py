@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.sharding import full_tensors, mesh_of, shard_model
+from easytorch.distributed.staged_call import pipeline_of
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 
 # Checkpoints whose weights are not read tensor by tensor into the parameters.
@@ -46,6 +48,11 @@ def class_over_mesh(model_class: Any, path: Any, mesh: Any, partition_rules: Any
             raise ValueError(_QUANTIZED)
         self.__class__ = model_class
         shard_model(self, partition_rules, mesh)
+        if pipeline_of(self) is not None:  # what the other stages read is not unexpected here
+            self._keys_to_ignore_on_load_unexpected = {
+                *(self._keys_to_ignore_on_load_unexpected or ()),
+                *(f"^{re.escape(name)}$" for name in self.left_out_names()),
+            }
 
     return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
 

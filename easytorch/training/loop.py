@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from easytorch.training.activations import checkpoint_and_compile
 from easytorch.training.allocator import kept_memory
 from easytorch.training.checkpoint import load_state
 from easytorch.training.config import TrainingConfig
-from easytorch.training.finite import NonFiniteError, first_nonfinite, nonfinite_parameter
+from easytorch.training.finite import NonFiniteError
 from easytorch.training.gradients import clip
 from easytorch.training.interrupt import StopOnSignal
 from easytorch.training.metrics import read_metrics, series
@@ -40,11 +40,12 @@ from easytorch.training.processes import Processes, find_device, joined
 from easytorch.training.report import ProgressReport
 from easytorch.training.saving import CheckpointSaver
 from easytorch.training.sharded import restore
+from easytorch.training.stages import state_of_stage
 from easytorch.training.task import Batch, Task
 from easytorch.training.usage import Usage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 # With `on_nonfinite="skip"`: a few bad batches are skipped; weights for which every batch is bad end the run.
@@ -97,7 +98,7 @@ def _prepare(processes: Processes, config: TrainingConfig) -> _Run:
         checkpoint_and_compile(model, config)
     parallel = in_parallel(model, task, processes, config)
     with processes.together():
-        optimizer, state = _make_optimizer(model, config, checkpoint)
+        optimizer, state = _make_optimizer(parallel, config, checkpoint)
         parallel.place_moments(optimizer)
         if place := state.get("data"):
             task.restore(place)
@@ -123,17 +124,20 @@ def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None
 
 
 def _make_optimizer(
-    model: PreTrainedModel, config: TrainingConfig, checkpoint: Path | None
+    parallel: ParallelModel, config: TrainingConfig, checkpoint: Path | None
 ) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """The optimizer, with the moments of a full checkpoint, and the progress that the checkpoint states."""
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(parallel.model, config)
     if checkpoint is None:
         return optimizer, {"step": 0}
     state = load_state(checkpoint)
     if "optimizer" not in state:
         return optimizer, state
     try:
-        load_optimizer(optimizer, state["optimizer"], state.get("without_moments", ()))
+        moments, absent = state["optimizer"], state.get("without_moments", ())
+        if parallel.pipeline is not None:
+            moments, absent = state_of_stage(moments, absent, parallel, optimizer, config)
+        load_optimizer(optimizer, moments, absent)
     except ValueError as error:
         raise CheckpointError(
             f"cannot be resumed from: {error}; move it away to resume from the checkpoint before it", file=checkpoint
@@ -220,10 +224,13 @@ class _Run:
         targets = task.targets(indices) / self.parallel.places
         divisors = [targets / task.targets(piece) for piece in pieces]
         logged: dict[str, Any] = {}
-        left = iter(divisors)
+        losses: list[tuple[np.ndarray, torch.Tensor]] = []
+        left = iter(zip(pieces, divisors, strict=True))
 
         def loss_of(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
-            loss, divisor = self._loss(module, batch), next(left)
+            loss, (piece, divisor) = self._loss(module, batch), next(left)
+            if not loss.dim():  # hidden states, in a stage before the last
+                losses.append((piece, loss.detach()))
             for name, value in self.logged.items():
                 logged[name] = logged.get(name, 0.0) + value / divisor
             return loss
@@ -241,7 +248,8 @@ class _Run:
             self.parallel.update(self.optimizer)
             self.skipped_in_a_row = 0
         else:
-            self._meet_nonfinite(mean, gradient_norm)
+            bad = [int(row) for piece, loss in losses if not torch.isfinite(loss) for row in piece]
+            self._meet_nonfinite(mean, gradient_norm, bad)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.report is not None and not self.skipped_in_a_row:
@@ -255,23 +263,24 @@ class _Run:
                 logged={name: one / self.processes.world for name, one in zip(logged, others, strict=True)},
             )
 
-    def _meet_nonfinite(self, loss: float, norm: float) -> None:
-        """Skip the step that has just been computed, or end the run."""
-        found = first_nonfinite(self.model, loss, norm)
+    def _meet_nonfinite(self, loss: float, norm: float, rows: list[int]) -> None:
+        """Skip the step that has just been computed, or end the run. rows: those of this process's bad losses."""
+        found = self.parallel.first_nonfinite(loss, norm)
         assert found is not None
+        rows = sorted(map(int, self.processes.merged(dict.fromkeys(map(str, rows), 1.0))))
         self.skipped_in_a_row += 1
-        bad_weight = self.processes.any(nonfinite_parameter(self.model) is not None)
+        bad_weight = self.processes.any(self.parallel.nonfinite_parameter() is not None)
         skipping = self.config.on_nonfinite == "skip" and not bad_weight
         if not skipping or self.skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
             if self.report is not None:
-                self.report.metrics.write(step=self.step + 1, loss=loss, gradient_norm=norm, stopped=found)
+                self.report.metrics.write(step=self.step + 1, loss=loss, gradient_norm=norm, stopped=found, rows=rows)
             many = f", the {self.skipped_in_a_row}th step in a row" if self.skipped_in_a_row > 1 else ""
-            self._fail(self.step + 1, found + many)
+            self._fail(self.step + 1, found + many, rows)
         self.skipped += 1
         if self.report is not None:
-            self.report.skipped(self.step + 1, loss=loss, gradient_norm=norm, reason=found)
+            self.report.skipped(self.step + 1, loss=loss, gradient_norm=norm, reason=found, rows=rows)
 
-    def _fail(self, step: int, found: str) -> NoReturn:
+    def _fail(self, step: int, found: str, rows: Sequence[int] = ()) -> NoReturn:
         """End the run in every process: the first says why."""
         kept = "no checkpoint has been written (--save-every)"
         if self.saver.newest is not None:
@@ -282,7 +291,7 @@ class _Run:
             + (", or --dtype float32" if self.config.dtype != "float32" else "")
         )
         with self.processes.together():
-            raise NonFiniteError(step, found, advice)
+            raise NonFiniteError(step, found, advice, rows)
         raise AssertionError("together() raises in every process")
 
     def _loss(self, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -315,13 +324,13 @@ class _Run:
         if self.report is not None:
             self.report.evaluation(self.step, loss)
         if not math.isfinite(loss):
-            self._fail(self.step, nonfinite_parameter(self.model) or f"the held-out loss is {loss}")
+            self._fail(self.step, self.parallel.nonfinite_parameter() or f"the held-out loss is {loss}")
 
     def _save(self) -> None:
         """Save a checkpoint if the weights are finite: the loss of a step is that of the weights before it, so without
         this check the last good checkpoint could be replaced by diverged weights."""
         self.processes.doing = f"while the checkpoint of step {self.step} is written"
-        bad = nonfinite_parameter(self.model)
+        bad = self.parallel.nonfinite_parameter()
         if self.processes.any(bad is not None):  # in one process alone, where its memory is bad
             found: str | None = bad or "a parameter is not finite in another process"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from easytorch.distributed.mesh import make_mesh, without_axis
+from easytorch.distributed.mesh import make_mesh
 from easytorch.distributed.sharding import data_place, full_tensors, shard_model
+from easytorch.distributed.staged_call import pipeline_of
 from easytorch.training.config import TrainingConfig, flag
+from easytorch.training.finite import first_nonfinite, nonfinite_parameter
 from easytorch.training.gradients import total_norm
 from easytorch.training.processes import Processes
 from easytorch.training.task import Batch, Task, on_device
@@ -69,6 +71,18 @@ class ParallelModel:
         own = total_norm(gradients)
         return own if self.pipeline is None else self.pipeline.norm(own)
 
+    def first_nonfinite(self, loss: float, norm: float) -> str | None:
+        """The first tensor that is not finite, over all stages; each process calls this."""
+        return first_nonfinite(self.model, loss, norm, self._of_stages)
+
+    def nonfinite_parameter(self) -> str | None:
+        """The first parameter that is not finite, over all stages; each process calls this."""
+        return nonfinite_parameter(self.model, self._of_stages)
+
+    @property
+    def _of_stages(self) -> Callable[[str | None], list[str | None]] | None:
+        return None if self.pipeline is None else self.pipeline.of_stages
+
     def backward_of(self, last: bool) -> AbstractContextManager[Any]:
         """For the forward and backward of one piece of a batch: gradients are reduced with the `last` one alone."""
         if isinstance(self.module, DistributedDataParallel):
@@ -100,10 +114,7 @@ class ParallelModel:
         if not self.sharded:
             return self.model
         assert self.original is not None
-        weights = full_tensors(self.model)
-        if self.pipeline is not None:
-            weights = self.pipeline.gathered(weights)
-        return unsharded(self.model, self.original, weights)
+        return unsharded(self.model, self.original, full_tensors(self.model))
 
 
 def unsharded(
@@ -137,13 +148,9 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    original, wrong, pipeline = type(model), None, None
+    original, wrong = type(model), None
     try:
-        if axes.get("pp", 1) > 1:
-            from easytorch.distributed.pipeline_parallel import Pipeline
-
-            pipeline = Pipeline(model, mesh["pp"] if mesh.ndim > 1 else mesh)
-        shard_model(model, mesh=without_axis(mesh, "pp"))
+        shard_model(model, mesh=mesh)
         task.shard(mesh)
     except (ValueError, NotImplementedError) as error:  # sizes and plans, which are the same in each process
         wrong = ValueError(f"{flag('mesh')} {config.mesh}: {error}")
@@ -153,7 +160,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     tokens = place * axes.get("sp", 1) + (mesh.get_local_rank("sp") if "sp" in axes else 0)
     return ParallelModel(
         model, model, place, places, sharded=True, tokens=tokens, original=original, parameters=parameters,
-        pipeline=pipeline,
+        pipeline=pipeline_of(model),
     )  # fmt: skip
 
 

@@ -100,9 +100,9 @@ class ProgressReport:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
 
-    def skipped(self, step: int, *, loss: float, gradient_norm: float, reason: str) -> None:
-        """Step `step` was skipped, for `reason`."""
-        self.metrics.write(step=step, loss=loss, gradient_norm=gradient_norm, skipped=reason)
+    def skipped(self, step: int, *, loss: float, gradient_norm: float, reason: str, rows: list[int]) -> None:
+        """Step `step` was skipped, for `reason`. rows: of the data, whose loss was not finite."""
+        self.metrics.write(step=step, loss=loss, gradient_norm=gradient_norm, skipped=reason, rows=rows)
         self._bar.update(self._task, completed=step)
         self.say(f"step {step}/{self.steps}  skipped: {reason}")
 

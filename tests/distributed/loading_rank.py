@@ -104,6 +104,8 @@ def main(folder: Path) -> None:
     check(str(folder / "qwen3_moe"), "fsdp=2", ours)
     check(str(folder / "qwen3_moe"), "ep=2", ours, share=0.8)  # the experts alone are divided
     check(str(folder / "llama"), "fsdp=2", ours)
+    check(str(folder / "qwen3_moe"), "pp=2", ours, share=0.8)
+    check(str(folder / "flax"), "pp=2", ours, share=0.8)
     check(str(folder / "flax"), "fsdp=2", ours)
     check(str(folder / "olmo"), "tp=2", ours)  # transformers' own class
     mesh = make_mesh("tp=2")

@@ -27,14 +27,14 @@ from easytorch.distributed import (
     shard_model,
     to_placements,
 )
-from easytorch.distributed.mesh import without_axis
-from easytorch.distributed.pipeline_parallel import Pipeline
-from easytorch.distributed.sharding import data_place, mesh_of
+from easytorch.distributed.sharding import data_place, full_tensors, mesh_of
+from easytorch.distributed.staged_call import pipeline_of
 from easytorch.kernels.cross_entropy.native import linear_cross_entropy
 from easytorch.kernels.ring.layout import position_ids
 from easytorch.layers.vocabulary_parallel import vocabulary_parallel_cross_entropy
 from easytorch.protocol.loss_config import LossConfig
 from easytorch.training import TrainingConfig
+from easytorch.training.finite import first_nonfinite
 from easytorch.training.gradients import total_norm
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
@@ -201,34 +201,82 @@ def check_experts() -> None:
 
 
 def check_pipeline() -> None:
-    """Two stages, of one layer and of two: loss, gradients and evaluation of the full model; and what is refused."""
+    """Two stages, of one layer and of two: loss, gradients and evaluation of the full model by a schedule and by plain
+    calls, the model gathered again; and what is refused."""
     mesh = make_mesh("fsdp=2,pp=2")
     loss_of: Any = lambda module, batch: module(**batch, use_cache=False).loss  # noqa: E731
     alone, model = (make("qwen3_moe", num_hidden_layers=3) for _ in range(2))
-    pipeline = Pipeline(model, mesh["pp"])
-    shard_model(model, mesh=without_axis(mesh, "pp"))
+    if dist.get_rank():  # rank 0's weights count
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    model.shard_model([("q_proj", (None, "fsdp"))], mesh)
+    pipeline = pipeline_of(model)
+    assert pipeline is not None and mesh_of(model) is mesh
     own = ("model.embed_tokens", "model.layers.0.") if pipeline.first else ("model.layers.", "model.norm", "lm_head")
     assert all(name.startswith(own) for name, _ in model.named_parameters())
-    expected = alone(input_ids=IDS, labels=IDS, use_cache=False).loss
-    expected.backward()
+    expected = alone(input_ids=IDS, labels=IDS, use_cache=False)
+    expected.loss.backward()
     rows = IDS.chunk(2)[mesh.get_local_rank("fsdp")]
-    for pieces in (1, 2):  # fewer micro-batches than stages, and as many
-        batches = [{"input_ids": one, "labels": one} for one in rows.chunk(pieces)]
-        total = pipeline.step(batches, [float(pieces)] * pieces, loss_of)
+    for pieces in (1, 2, 0):  # fewer micro-batches than stages, as many, and a plain call
+        model.zero_grad()
+        if pieces:
+            batches = [{"input_ids": one, "labels": one} for one in rows.chunk(pieces)]
+            total = pipeline.step(batches, [float(pieces)] * pieces, loss_of)
+        else:
+            total = model(rows, labels=rows).loss
+            total.backward()
+            total = total.detach().clone()
         dist.all_reduce(total)
-        assert abs(float(total / 4 / expected.detach()) - 1) < 1e-5, pieces
+        assert abs(float(total / 4 / expected.loss.detach()) - 1) < 1e-5, pieces
         for name, parameter in model.named_parameters():
             wanted = alone.get_parameter(name).grad
-            assert (full(parameter.grad) / pieces - wanted).norm() < 1e-5 * wanted.norm(), (pieces, name)
-    norm = pipeline.norm(total_norm(one.grad for one in model.parameters())) / 2
+            assert (full(parameter.grad) - wanted).norm() < 1e-5 * wanted.norm(), (pieces, name)
+    norm = pipeline.norm(total_norm(one.grad for one in model.parameters()))
     assert abs(float(norm / total_norm(one.grad for one in alone.parameters())) - 1) < 1e-5
     batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
-    assert abs(float(pipeline.evaluate(batch, loss_of) / loss_of(alone, batch)) - 1) < 1e-5
-    stages = make_mesh("pp=4")
-    refused("lm_head and embed_tokens are one tied weight", lambda: Pipeline(make("llama"), stages))
-    refused("3 layers do not make pp=4 stages", lambda: Pipeline(make("qwen3_moe", num_hidden_layers=3), stages))
-    refused("GPT2Model does not run its layers one after the other", lambda: Pipeline(make("gpt2"), stages))
-    refused("native decoders can", lambda: Pipeline(torch.nn.Linear(2, 2), stages))
+    assert abs(float(pipeline.evaluate(batch, loss_of) / loss_of(alone, batch).detach()) - 1) < 1e-5
+    with torch.no_grad():
+        assert (model(IDS).logits - expected.logits).norm() < 1e-5 * expected.logits.norm(), "on each rank"
+    refused("divided over pp does not take a cache", lambda: model(IDS, use_cache=True))
+    refused("does not take output_hidden_states", lambda: model(IDS, output_hidden_states=True))
+    refused("sharded already", lambda: model.shard_model(mesh=mesh))
+    every = full_tensors(model, keep=dist.get_rank() == 0)
+    assert [*every] == [*alone.state_dict()], "by name, in the model's order"
+    model.gather_model()
+    assert mesh_of(model) is None and type(model) is type(alone)
+    model.zero_grad()
+    again = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    again.backward()
+    assert abs(float(again / expected.loss) - 1) < 1e-6
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, alone.get_parameter(name)), name
+        assert every[name].numel() == 0 or torch.equal(parameter, every[name]), name
+        assert (parameter.grad - alone.get_parameter(name).grad).norm() <= 1e-6 * parameter.grad.norm(), name
+    deep = [make("qwen3_moe", num_hidden_layers=5) for _ in range(2)]
+    for one in (deep[0], deep[1].shard_model(mesh=make_mesh("pp=4"))):  # stages in the middle
+        (one(input_ids=IDS, labels=IDS, use_cache=False).loss / 3).backward()
+    for name, parameter in deep[1].named_parameters():
+        wanted = deep[0].get_parameter(name).grad
+        assert (parameter.grad - wanted).norm() < 1e-5 * wanted.norm(), name
+    stages, bad, of_stages = make_mesh("pp=4"), "model.layers.3.mlp.gate.weight", pipeline_of(deep[1]).of_stages
+    own = dict(deep[1].named_parameters())
+    if bad in own:
+        own[bad].grad[0] = torch.nan
+    said = first_nonfinite(deep[1], 1.0, float("nan"), of_stages)
+    assert said == f"the gradient of {bad} has 32 of 128 values that are not finite", said
+    assert first_nonfinite(deep[1], float("nan"), float("nan"), of_stages) == "the loss is nan"
+    if bad in own:
+        own[bad].data[1] = torch.nan
+    said = first_nonfinite(deep[1], float("nan"), float("nan"), of_stages)
+    assert said == f"the parameter {bad} has 32 of 128 values that are not finite", said
+    refused("lm_head and embed_tokens are one tied weight", lambda: make("llama").shard_model(mesh=stages))
+    three = make("qwen3_moe", num_hidden_layers=3)
+    refused("3 layers do not make pp=4 stages", lambda: three.shard_model(mesh=stages))
+    refused("GPT2Model does not run its layers one after the other", lambda: make("gpt2").shard_model(mesh=stages))
+    refused("native decoders can", lambda: shard_model(torch.nn.Linear(2, 2), mesh=stages))
+    refused("pp and sp do not go together", lambda: three.shard_model(mesh=make_mesh("pp=2,sp=2")))
+    refused("rule shards it over pp", lambda: three.shard_model([("q_proj", ("pp", None))], stages))
 
 
 def check_order_of_shards() -> None:
@@ -411,7 +459,6 @@ def check_options_of_the_loss() -> None:
 
 def check_refusals() -> None:
     mesh = make_mesh("fsdp=2,tp=2")
-    refused("the mesh has pp=4", lambda: make("llama").shard_model(mesh=make_mesh("pp=4")))
     refused("declares no tensor parallel plan", lambda: make("gpt2").shard_model(mesh=mesh))
     refused("sharded already", lambda: make("llama").shard_model(mesh=mesh).shard_model(mesh=mesh))
     refused("uneven must be", lambda: make("llama").shard_model(mesh=mesh, uneven="pad"))

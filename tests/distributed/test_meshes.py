@@ -48,11 +48,20 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     }
     runs["a"] = dataclasses.replace(runs["a"], checkpoint_format="full")
     runs["b"] = dataclasses.replace(runs["b"], async_checkpoint=True)
-    # stopped after two steps on one mesh, and gone on with on another
-    again = dataclasses.replace(runs["b"], output=str(tmp_path / "again"), steps=2, mesh="fsdp=2,ep=2")
-    further = dataclasses.replace(again, steps=4, mesh="sp=2,tp=-1", resume=True, change=("steps", "mesh"))
+    # stopped on one mesh and gone on with on another, by sharded checkpoints and full ones, onto stages and from them
+    first = dataclasses.replace(runs["b"], output=str(tmp_path / "again"), steps=2, mesh="fsdp=2,ep=2")
+    chain = [dataclasses.replace(first, schedule="constant", eval_every=1)]
+    for mesh, kind in (("pp=2,ep=2", "full"), ("fsdp=2,pp=2", "auto"), ("sp=2,tp=-1", "auto")):
+        before = chain[-1]
+        chain.append(
+            dataclasses.replace(
+                before, steps=before.steps + 1, mesh=mesh, resume=True, change=("steps", "mesh"),
+                checkpoint_format=kind, async_checkpoint=False,
+            )
+        )  # fmt: skip
+    further = chain[-1]
     written = []
-    for number, config in enumerate((*runs.values(), again, further)):
+    for number, config in enumerate((*runs.values(), *chain)):
         written.append(tmp_path / f"{number}.json")
         config.save(written[-1])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -68,15 +77,13 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     for name, (kind, _) in meshes.items():
         same_curves(runs[name], alone[kind])
         same_checkpoints(runs[name], alone[kind])
-    # the schedule of the first two steps is that of two: held to the same on one process
-    short = dataclasses.replace(again, output=str(tmp_path / "short"), mesh=None)
+    short = dataclasses.replace(chain[0], output=str(tmp_path / "short"), mesh=None, steps=5)
     train(short)
-    train(dataclasses.replace(short, steps=4, resume=True, change=("steps",)))
     same_curves(further, short)
     # from shards of four processes to one, which has read the weights and moments of all
-    last = dataclasses.replace(further, steps=5, mesh=None, change=("steps", "mesh", "processes"))
+    last = dataclasses.replace(further, steps=6, mesh=None, change=("steps", "mesh", "processes"))
     train(last)
-    train(dataclasses.replace(short, steps=5, resume=True, change=("steps",)))
+    train(dataclasses.replace(short, steps=6, resume=True, change=("steps",)))
     same_curves(last, short)
 
 

@@ -15,6 +15,7 @@ from easytorch.training.finite import first_nonfinite, nonfinite_parameter
 from easytorch.training.loop import MOST_SKIPPED_IN_A_ROW, _Run
 from easytorch.training.metrics import read_metrics
 from easytorch.training.processes import Processes
+from easytorch.training.task import TextTask
 
 
 def strict_lines(output):
@@ -46,12 +47,39 @@ def multiplied(monkeypatch, factor, *steps):
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoints(settings, monkeypatch, factor, said):
     multiplied(monkeypatch, factor, 7)
     config = settings(save_every=2, keep_checkpoints=1)
-    with pytest.raises(NonFiniteError, match=rf"step 7: {said}; .*checkpoint-6 is the last good checkpoint") as caught:
+    with pytest.raises(
+        NonFiniteError, match=rf"step 7: {said}, of the rows .*checkpoint-6 is the last good checkpoint"
+    ) as caught:
         train(config)
     assert caught.value.step == 7 and caught.value.tensor == said
     assert names(config.output) == ["checkpoint-6"]
     lines = strict_lines(config.output)
     assert lines[-1]["step"] == 7 and lines[-1]["loss"] is None and lines[-1]["stopped"] == said
+
+
+def test_the_rows_of_a_loss_that_is_not_finite_are_named(settings, monkeypatch):
+    bad = {}
+    rows, loss = TextTask.rows, _Run._loss
+
+    def seen(self, indices):
+        bad["now"] = list(indices)
+        return rows(self, indices)
+
+    def of_one(self, module, batch):
+        value = loss(self, module, batch)
+        if not module.training or self.step != 1:
+            return value
+        bad.setdefault("rows", bad["now"])  # of the first micro-batch
+        return value * math.nan if bad["now"] == bad["rows"] else value
+
+    monkeypatch.setattr(TextTask, "rows", seen)
+    monkeypatch.setattr(_Run, "_loss", of_one)
+    config = settings(micro_batch_size=1)
+    with pytest.raises(
+        NonFiniteError, match=r"step 2: the loss is nan, of the row \d+ of the data; no check"
+    ) as caught:
+        train(config)
+    assert caught.value.rows == bad["rows"] == strict_lines(config.output)[-1]["rows"]
 
 
 def test_a_gradient_that_is_not_finite_is_named(settings, monkeypatch):

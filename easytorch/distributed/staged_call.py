@@ -1,0 +1,151 @@
+"""A model divided into stages, called as the whole model is: each rank of "pp" calls it with the same batch.
+
+The hidden states go from stage to stage in the forward, and their gradients come back in the backward, which each rank
+calls on the loss that it was given. One batch is under way at a time: `Pipeline.step` overlaps several.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from easytorch.distributed.pipeline_parallel import Pipeline
+
+_NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_KEY = "_pipeline"  # of the model
+
+
+def pipeline_of(model: Any) -> Pipeline | None:
+    """The stages of a model that `shard_model` has divided; None for any other."""
+    found: Pipeline | None = getattr(model, "__dict__", {}).get(_KEY)
+    return found
+
+
+def divide(model: Any, mesh: Any) -> Pipeline:
+    """Leave this rank's stage of the model, and make calls of it go through all stages. mesh: with an axis "pp".
+
+    `gather` undoes it.
+    """
+    from easytorch.distributed.pipeline_parallel import Pipeline  # which takes long to import
+
+    pipeline = Pipeline(model, mesh["pp"] if mesh.ndim > 1 else mesh)
+    pipeline.mesh = mesh
+    model.__dict__[_KEY] = pipeline
+    model.forward = _through_stages(model.forward, pipeline)
+    return pipeline
+
+
+def gather(model: Any) -> None:
+    """Undo `divide`: each rank gets the parameters of the other stages."""
+    pipeline: Pipeline = model.__dict__.pop(_KEY)
+    del model.__dict__["forward"]
+    model.restore_layers(pipeline.gathered(model.state_dict(keep_vars=True)))
+
+
+def _through_stages(stage: Any, pipeline: Pipeline) -> Any:
+    """The whole model's forward, of `stage`, the forward of the model without the other layers."""
+
+    @functools.wraps(stage)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if pipeline.scheduled:
+            return stage(*args, **kwargs)
+        inputs = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        _check(pipeline.model, inputs, len(args))
+        inputs["use_cache"] = False
+        given = inputs.get("inputs_embeds")
+        shape = inputs["input_ids"].shape if given is None else given.shape[:2]
+        anchor = torch.zeros((), device=pipeline.device, requires_grad=torch.is_grad_enabled())
+        if not pipeline.first:
+            inputs.pop("input_ids", None)
+            inputs["inputs_embeds"] = _Receive.apply(anchor, tuple(shape), pipeline)  # type: ignore[no-untyped-call]
+        if not pipeline.last:
+            labels = inputs.pop("labels", None)
+            output = stage(**inputs)
+            sent = _Send.apply(output.logits, anchor, pipeline)  # type: ignore[no-untyped-call]
+            of_last = _from_last(None, pipeline)
+            # `sent` is a zero whose gradient is that of the next stage
+            shared = of_last.to(sent.dtype) + sent if of_last.is_floating_point() else of_last
+            output.loss, output.logits = (None, shared) if labels is None else (shared, None)
+            return output
+        output = stage(**inputs)
+        _from_last(output.logits if output.loss is None else output.loss, pipeline)
+        return output
+
+    return forward
+
+
+def _check(model: Any, inputs: dict[str, Any], positional: int) -> None:
+    why = None
+    if positional > len(_NAMES):
+        why = "arguments without a name after use_cache"
+    elif inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+        why = "a cache of keys and values (use_cache, past_key_values)"
+    elif inputs.get("return_dict") is False:
+        why = "return_dict=False"
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if inputs.get(name):
+            why = f"{name}, of which each stage has a part"
+    if why is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__}: a model divided over pp does not take {why}; gather_model gives the model of one "
+            f"process back"
+        )
+    if (inputs.get("input_ids") is None) == (inputs.get("inputs_embeds") is None):
+        raise ValueError("give one of input_ids and inputs_embeds")
+
+
+def _from_last(own: Tensor | None, pipeline: Pipeline) -> Tensor:
+    """The tensor of the last stage, on each rank: without a gradient, which the hidden states carry."""
+    group = pipeline.ranks.get_group()
+    source = dist.get_global_rank(group, pipeline.stages - 1)
+    told: list[Any] = [None if own is None else (tuple(own.shape), own.dtype)]
+    dist.broadcast_object_list(told, source, group=group, device=pipeline.device)
+    shape, dtype = told[0]
+    value = torch.empty(shape, dtype=dtype, device=pipeline.device) if own is None else own.detach().contiguous()
+    dist.broadcast(value, source, group=group)
+    return value
+
+
+def _neighbour(pipeline: Pipeline, offset: int) -> int:
+    return dist.get_global_rank(pipeline.ranks.get_group(), pipeline.stage + offset)
+
+
+class _Receive(torch.autograd.Function):
+    """The hidden states (B, T, D) of the stage before, which is sent their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], pipeline: Pipeline) -> Tensor:
+        ctx.pipeline = pipeline
+        width = pipeline.model.config.get_text_config().hidden_size
+        hidden = torch.empty((*shape, width), dtype=pipeline.dtype, device=pipeline.device)
+        dist.recv(hidden, _neighbour(pipeline, -1), group=pipeline.ranks.get_group())
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        pipeline: Pipeline = ctx.pipeline
+        dist.send(gradients[0].contiguous(), _neighbour(pipeline, -1), group=pipeline.ranks.get_group())
+        return gradients[0].new_zeros(()), None, None
+
+
+class _Send(torch.autograd.Function):
+    """A zero, for the hidden states (B, T, D) that go to the next stage; the gradient is the one it sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pipeline: Pipeline) -> Tensor:
+        ctx.pipeline, ctx.shape, ctx.dtype = pipeline, hidden.shape, hidden.dtype
+        hidden = hidden.detach().to(pipeline.dtype).contiguous()
+        dist.send(hidden, _neighbour(pipeline, 1), group=pipeline.ranks.get_group())
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        pipeline: Pipeline = ctx.pipeline
+        gradient = torch.empty(ctx.shape, dtype=pipeline.dtype, device=pipeline.device)
+        dist.recv(gradient, _neighbour(pipeline, 1), group=pipeline.ranks.get_group())
+        return gradient.to(ctx.dtype), None, None
