@@ -9,6 +9,7 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.layers import sequence_parallel
 from easytorch.layers.deferred_logits import DeferredLogits
 from easytorch.layers.heads import CausalLMHead, text_config_of
 from easytorch.layers.routers import load_balancing_loss
@@ -34,10 +35,19 @@ class BalancedCausalLMHead(MoeCausalLMHead):
     ) -> Any:
         output = super().make_output(outputs, loss, logits, attention_mask)
         if outputs.router_logits:
+            shard = sequence_parallel.shard_of(self)
             padding = attention_mask if getattr(attention_mask, "ndim", None) == 2 else None
-            output.aux_loss = load_balancing_loss(outputs.router_logits, self.num_experts_per_tok, padding)
+            if shard is None:
+                aux_loss = load_balancing_loss(outputs.router_logits, self.num_experts_per_tok, padding)
+            else:
+                aux_loss = load_balancing_loss(
+                    outputs.router_logits, self.num_experts_per_tok, shard.padding, shard.over_ranks
+                )
+            output.aux_loss = aux_loss
             if loss is not None:
-                output.loss = loss + self.router_aux_loss_coef * output.aux_loss.to(loss.device)
+                # the losses of ranks that divide a sequence are summed, and this one is the same on each
+                part = aux_loss if shard is None else aux_loss / shard.ranks
+                output.loss = loss + self.router_aux_loss_coef * part.to(loss.device)
         return output
 
     @can_return_tuple

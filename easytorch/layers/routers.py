@@ -6,6 +6,7 @@ D hidden size, E experts, k experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,12 +153,16 @@ def _within(groups: torch.Tensor, best: torch.Tensor, topk_group: int, outside: 
 
 
 def load_balancing_loss(
-    router_logits: tuple[torch.Tensor, ...], top_k: int, attention_mask: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...],
+    top_k: int,
+    attention_mask: torch.Tensor | None = None,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """E * sum over experts of (share of the choices) * (mean probability), of all layers (arXiv:2101.03961).
 
     router_logits: (B * T, E) of each layer. attention_mask (B, past + T): padding does not count. Only the
-    probabilities have a gradient. An even load gives `top_k`.
+    probabilities have a gradient. An even load gives `top_k`. over_ranks: sums a tensor over ranks that have other
+    tokens of the batch; the loss is that of all tokens then.
     """
     experts = router_logits[0].shape[-1]
     device = router_logits[0].device
@@ -173,4 +178,7 @@ def load_balancing_loss(
         counts = counts + (chosen if rows is None else chosen * rows).sum(0)
         probabilities = probabilities + (routed.float() if rows is None else routed.float() * rows).sum(0)
     total = len(router_logits) * (router_logits[0].shape[0] if rows is None else rows.sum())
+    if over_ranks is not None:
+        counts, probabilities = over_ranks(counts), over_ranks(probabilities)
+        total = over_ranks(torch.as_tensor(total, dtype=torch.float32, device=device))
     return experts * (counts / total * (probabilities / total)).sum()

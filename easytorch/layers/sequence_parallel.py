@@ -2,7 +2,8 @@
 
 The ranks call the model with the same batch. Everything but attention is computed token by token; attention passes keys
 and values around a ring (the operation `ring`). Positions, labels and the number of tokens in the loss are those of the
-whole sequence; the loss is the same on every rank, logits and hidden states are those of the rank's own tokens.
+whole sequence; the loss is the same on every rank, the load balancing loss of experts included, and logits, routers'
+logits and hidden states are those of the rank's own tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from easytorch.operations import OperationMetadata, OperationRegistry
 # Keywords of a causal language model's forward that are no tensors of tokens, or are divided here.
 _TAKEN = frozenset({"shift_labels", "num_items_in_batch"})
 _STATE = "_sequence_parallel"  # of the model: the attention it had
+_SHARD = "_sequence_shard"  # of the model, while it is called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +32,23 @@ class SequenceShard:
     """What an attention layer is told where the rank has its own tokens of a sequence alone.
 
     attention: the operation `ring` over the ranks. layout: which tokens each of them has (kernels/ring/layout.py).
-    segment_ids (B, T / n) of the rank's tokens: those of other segments are not seen; None for one segment.
+    segment_ids (B, T / n) of the rank's tokens: those of other segments are not seen; None for one segment. padding
+    (B, T / n): 0 for tokens of the rank that do not count, None where all do. ranks: n. over_ranks: sums a tensor over
+    them, with the gradient that their mean needs.
     """
 
     attention: Callable[..., Any]
     layout: str
+    ranks: int
+    over_ranks: Callable[[Tensor], Tensor]
     segment_ids: Tensor | None = None
+    padding: Tensor | None = None
+
+
+def shard_of(model: Any) -> SequenceShard | None:
+    """The rank's part of the sequences of the call that is running; None where it has them whole."""
+    found: SequenceShard | None = model.__dict__.get(_SHARD)
+    return found
 
 
 def refusal(backbone: Any) -> str | None:
@@ -78,6 +91,10 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
     ring = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
+    def over_ranks(part: Tensor) -> Tensor:
+        found: Tensor = _SumOverRanks.apply(part, group, size)  # type: ignore[no-untyped-call]
+        return found
+
     @functools.wraps(forward)
     def call(
         input_ids: Tensor | None = None,
@@ -104,20 +121,27 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
             position_ids = model.base_model.default_positions(whole[:, :, None], attention_mask, None)
         if labels is not None:
             kwargs |= _labels(labels, kwargs, own)
-        output = forward(
-            input_ids=own(input_ids),
-            # finished masks: a query sees the earlier keys of its segment, which the ring knows of
-            attention_mask=dict.fromkeys(model.base_model.layer_types),
-            position_ids=own(position_ids),
-            inputs_embeds=own(inputs_embeds),
-            labels=own(labels),
-            use_cache=False,
-            sequence_shard=SequenceShard(attention=ring, layout=layout, segment_ids=own(segments)),
-            **kwargs,
-        )
+        model.__dict__[_SHARD] = part = SequenceShard(
+            attention=ring, layout=layout, ranks=size, over_ranks=over_ranks, segment_ids=own(segments),
+            padding=own(attention_mask),
+        )  # fmt: skip
+        try:
+            output = forward(
+                input_ids=own(input_ids),
+                # finished masks: a query sees the earlier keys of its segment, which the ring knows of
+                attention_mask=dict.fromkeys(model.base_model.layer_types),
+                position_ids=own(position_ids),
+                inputs_embeds=own(inputs_embeds),
+                labels=own(labels),
+                use_cache=False,
+                sequence_shard=part,
+                **kwargs,
+            )
+        finally:
+            del model.__dict__[_SHARD]
         first = isinstance(output, tuple)  # return_dict=False
         if labels is not None:
-            loss = _SumOverRanks.apply(output[0] if first else output.loss, group, size)
+            loss = over_ranks(output[0] if first else output.loss)
             output = (loss, *output[1:]) if first else _with_loss(output, loss)
         return output
 
@@ -147,7 +171,6 @@ def _check(
     """An error for what is not computed over a divided sequence."""
     why = None
     keep = kwargs.get("logits_to_keep", 0)
-    routers = kwargs.get("output_router_logits")
     if past_key_values is not None or use_cache:
         why = "a cache of keys and values (use_cache, past_key_values)"
     elif attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
@@ -156,8 +179,6 @@ def _check(
         why = f"position_ids {tuple(position_ids.shape)} other than (B, T)"
     elif isinstance(keep, Tensor) or keep:
         why = "logits_to_keep"
-    elif routers or (routers is None and getattr(model.config, "output_router_logits", False)):
-        why = "output_router_logits, whose load balancing loss is of all tokens"
     else:
         others = [key for key, one in kwargs.items() if isinstance(one, Tensor) and key not in _TAKEN]
         if others:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from easytorch.distributed.mesh import mesh_axis_sizes
+from easytorch.distributed.sharding import mesh_of
 from easytorch.layers.causal_loss import mean_loss
 from easytorch.layers.routers import load_balancing_loss
 from easytorch.layers.token_loss import (
@@ -201,6 +203,8 @@ def routers_loss(
         padding = mask if getattr(mask, "ndim", None) == 2 else None
         if not getattr(output, "router_logits", None):
             raise ValueError(f"{type(model).__name__} gives no router_logits")
+        if "sp" in mesh_axis_sizes(mesh_of(model)):
+            raise NotImplementedError("the routers' loss alone, over sp: a rank has its own tokens' router_logits")
         aux_loss = load_balancing_loss(output.router_logits, settings.num_experts_per_tok, padding)
     if not isinstance(aux_loss, Tensor):
         if config.router_aux_loss_coef is not None:

@@ -224,7 +224,7 @@ class ModuleMixin(_Base):
         return model
 
     def shard_model(self, partition_rules: Any = None, mesh: Any = None, uneven: sharding.Uneven = "error") -> Self:
-        """Shards the model over the axes `dp`, `fsdp`, `ep` and `tp` of a mesh; see `distributed.shard_model`."""
+        """Shards the model over the axes of a mesh; see `distributed.shard_model`."""
         model: Self = sharding.shard_model(self, partition_rules, mesh, uneven)
         return model
 

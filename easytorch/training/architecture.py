@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +134,8 @@ def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTra
 
     known = {*vars(default), *config.attribute_map}
     for name, value in given.items():
-        if name not in known and not hasattr(default, name) and name in vars(config):
+        unknown = name not in known and not hasattr(default, name) and name in vars(config)
+        if unknown and not _read_by_model(config, name):
             raise ValueError(
                 f"{where}: {config.model_type!r} has no setting {name!r}{nearest(name, known)}; correct or remove it"
             )
@@ -139,6 +143,19 @@ def _check_keys(config: PreTrainedConfig, given: dict[str, Any], default: PreTra
         if isinstance(value, dict) and isinstance(inner, PreTrainedConfig):
             _check_keys(inner, value, type(inner)(), f"{where}: {name}")
     _check_rope(given.get("rope_parameters", given.get("rope_scaling")), where)
+
+
+def _read_by_model(config: PreTrainedConfig, name: str) -> bool:
+    """Whether transformers' model reads the setting off its config, which does not declare it, as Qwen3-MoE's head_dim
+    (`getattr(config, "head_dim", None)`)."""
+    from transformers import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        return False
+    found = MODEL_MAPPING[type(config)]
+    classes = found if isinstance(found, tuple) else (found,)
+    read = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
+    return any(read.search(inspect.getsource(sys.modules[one.__module__])) for one in classes)
 
 
 def _check_rope(given: Any, where: str) -> None:

@@ -344,6 +344,26 @@ def check_sequences() -> None:
     assert mesh_of(model) is not None, "an evaluated model is saved as a sharded one"
 
 
+def check_balance_over_sequences() -> None:
+    """The load balancing loss of experts, of all tokens that are no padding, on each rank, with its gradients."""
+    mesh, padding = make_mesh("sp=2,tp=2"), torch.ones_like(IDS)
+    padding[1, 5:] = 0
+    for mask in (None, padding):
+        alone, model = (make("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5) for _ in range(2))
+        model.router_aux_loss_coef = alone.router_aux_loss_coef = 0.5
+        model.shard_model(mesh=mesh)
+        labels = IDS if mask is None else torch.where(mask == 1, IDS, -100)
+        outputs = [one(input_ids=IDS, attention_mask=mask, labels=labels, use_cache=False) for one in (model, alone)]
+        for one in outputs:
+            one.loss.backward()
+        for key in ("loss", "aux_loss"):
+            found, wanted = (float(one[key].detach()) for one in outputs)
+            assert abs(found / wanted - 1) < 1e-5, (mask is None, key, found, wanted)
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (mask is None, name, float(error))
+
+
 def check_sequences_refused() -> None:
     mesh = make_mesh("sp=4")
     for family, message in (
@@ -363,7 +383,6 @@ def check_sequences_refused() -> None:
     assert model.config._attn_implementation == "ring"
     refused("a sequence of 10 tokens does not divide over the 4 ranks of sp", lambda: model(input_ids=IDS[:, :10]))
     refused("does not take a cache", lambda: model(input_ids=IDS, use_cache=True))
-    refused("does not take output_router_logits", lambda: model(input_ids=IDS, output_router_logits=True))
     refused("an attention_mask other than (B, T)", lambda: model(IDS, IDS[:, None, None].bool()))
     refused("does not take token_type_ids", lambda: model(IDS, token_type_ids=IDS))
     model.set_attn_implementation("sdpa")
@@ -480,6 +499,7 @@ if __name__ == "__main__":
     check_order_of_shards()
     check_muon()
     check_sequences()
+    check_balance_over_sequences()
     check_sequences_refused()
     check_vocabulary_loss()
     check_vocabulary()

@@ -58,6 +58,13 @@ def test_every_spelling_transformers_knows_is_taken(settings):
     assert check_architecture(settings).hidden_size == 32
 
 
+def test_a_setting_that_the_model_reads_and_its_config_does_not_declare_is_taken():
+    sizes = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert build({**sizes, "head_dim": 8}).head_dim == 8
+    with pytest.raises(ValueError, match="'qwen3_moe' has no setting 'head_dims'"):
+        build({**sizes, "head_dims": 8})
+
+
 def test_a_key_inside_a_key_is_looked_at():
     with pytest.raises(ValueError, match=r"text_config: .*has no setting 'hiden_size'"):
         build({"model_type": "gemma3", "text_config": {"hiden_size": 3}})

@@ -270,6 +270,32 @@ def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, 
     assert last[0][0] == last[1][0] == 5 and last[0][1] == pytest.approx(last[1][1], rel=1e-5)
 
 
+def test_conversations_and_preferences_are_learned_over_experts(finetuning, pretrained, tmp_path):
+    """Rows of unlike lengths, of which each process has its own, and a reference whose experts are divided too."""
+    model = {
+        "model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    more = {"model": model, "tokenizer": str(pretrained), "micro_batch_size": 1}
+    alone = [finetuning(task, f"{task}-alone", packing=False, **more) for task in ("sft", "dpo")]
+    runs = [dataclasses.replace(one, output=f"{one.output}-ep", mesh="ep=2") for one in alone]
+    for number, config in enumerate(runs):
+        train(alone[number])
+        config.save(tmp_path / f"{number}.json")
+    (tmp_path / "rank.py").write_text(OVER_MESHES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "rank.py"), *(str(tmp_path / f"{number}.json") for number in range(len(runs)))],
+        env={**os.environ, **child_environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for config, own in zip(runs, alone, strict=True):
+        lines = [read_metrics(Path(one.output) / "metrics.jsonl") for one in (config, own)]
+        for key in ("loss", "eval_loss", *(["rewards/margins"] if config.task == "dpo" else [])):
+            found, wanted = ([value for _, value in series(one, key)] for one in lines)
+            assert wanted and found == pytest.approx(wanted, rel=1e-5, abs=1e-7), (config.task, key)
+
+
 def test_preferences_over_sequences_and_stages_are_refused_by_name(finetuning):
     for name in ("sp", "pp"):
         with pytest.raises(ValueError, match=f"dpo compares the logits .* over {name} no process has all of them"):
