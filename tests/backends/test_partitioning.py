@@ -78,6 +78,23 @@ def test_collectives_are_counted_by_kind_with_the_bytes_of_their_results() -> No
       %e = pred[8]{0} fusion(%d), calls=%all-to-all.clone
     """
     assert count_collectives(text) == {"all-reduce": (2, 24 + 8 + 8), "all-gather": (1, 32)}
+    # of libtpu's: one that two fusions repeat, and a reduce-scatter
+    text = """
+%fused.1 (p: f32[2]) -> f32[8] {
+  %a.1 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+}
+%fused.2 (p: f32[2]) -> f32[8] {
+  %a.2 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+}
+%all-reduce-scatter.7 (p: f32[8]) -> f32[2] {
+  %r = f32[8]{0} all-reduce(%p), channel_id=4, to_apply=%add
+  ROOT %s = f32[2]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={2}
+}
+ENTRY %main (p: f32[2]) -> f32[4] {
+  %b = f32[4]{0} all-reduce(%p), channel_id=5, to_apply=%add
+}
+"""
+    assert count_collectives(text) == {"all-gather": (1, 32), "reduce-scatter": (1, 8), "all-reduce": (1, 16)}
 
 
 def test_a_mesh_of_one_device_runs_as_a_plain_program() -> None:

@@ -23,6 +23,7 @@ from easytorch.backends.xla.stablehlo import emit
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # an operation of optimized HLO: `%name = (f32[2,3]{1,0}, ...) all-gather-start(...)`
 _CALL = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(COLLECTIVES)})(-start)?\(")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
@@ -79,12 +80,30 @@ def facts(program: Any) -> Facts:
 
 
 def count_collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Kind -> (how many, bytes of their results) of optimized HLO. Those in the body of a loop count once."""
+    """Kind -> (how many, bytes of their results) of optimized HLO. Those in the body of a loop count once.
+
+    Each counts once: the TPU's compiler repeats an asynchronous one, with the same channel, in the fusions that it
+    spans, and writes a reduce-scatter as an all-reduce in a computation that is named for it.
+    """
     found: dict[str, tuple[int, int]] = {}
-    for result, kind, start in _CALL.findall(text):
-        sizes = [_bytes(match) for match in _ARRAY.finditer(result)]
+    seen: set[tuple[str, str]] = set()
+    scattered = ""  # the result of the computation of a reduce-scatter that the line is in
+    for line in text.splitlines():
+        if line.endswith("{") and " -> " in line:
+            name = line.split()[0].lstrip("%")
+            scattered = line.rpartition(" -> ")[2] if name.startswith("all-reduce-scatter") else ""
+        if (match := _CALL.search(line)) is None:
+            continue
+        result, kind, start = match.groups()
+        channel = _CHANNEL.search(line)
+        key = kind, channel[1] if channel else f"{line.split()[0]} {len(seen)}"
+        if key in seen:
+            continue
+        seen.add(key)
+        sizes = [_bytes(one) for one in _ARRAY.finditer(scattered or result)]
         # an asynchronous one returns its operands beside its results, and flags
         size = max(sizes, default=0) if start else sum(sizes)
+        kind = "reduce-scatter" if scattered else kind
         number, total = found.get(kind, (0, 0))
         found[kind] = number + 1, total + size
     return found
