@@ -86,6 +86,7 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the batch, before the step that it takes. Arguments are those of the model's forward."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        _check_batch(leaves, structure)
         step, program = self._compiled(leaves, structure)
         self._steps += 1
         optimizer = self._spec.optimizer
@@ -117,6 +118,7 @@ class TrainStep:
         from easytorch.backends.xla import aot, pjrt
 
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        _check_batch(leaves, structure)
         step = build(self._spec, self.backend, self._layout, leaves, structure, leaf_names(structure))
         return aot.compile_for(step.finish(), pjrt.tpu_devices(topology), step.changed)
 
@@ -213,6 +215,18 @@ def loss_of(output: Any) -> Tensor:
             f"{type(output).__name__} has no loss; pass labels in the batch, or loss= a function of the model's output"
         )
     return found
+
+
+def _check_batch(leaves: Sequence[Any], structure: pytree.TreeSpec) -> None:
+    """`TypeError` for arrays that are no tensors, which would be constants of the program, `ValueError` for a batch
+    without rows, whose mean loss is NaN."""
+    for name, leaf in zip(leaf_names(structure), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            if hasattr(leaf, "__array__"):
+                kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+                raise TypeError(f"{name} of a batch is a {kind}: a train step takes tensors, as torch.as_tensor makes")
+        elif leaf.dim() and not leaf.numel():
+            raise ValueError(f"{name} of a batch is empty, of the shape {tuple(leaf.shape)}: give at least one row")
 
 
 def leaf_names(structure: pytree.TreeSpec) -> list[str]:

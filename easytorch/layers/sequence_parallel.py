@@ -92,7 +92,7 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def over_ranks(part: Tensor) -> Tensor:
-        found: Tensor = _SumOverRanks.apply(part, group, size)  # type: ignore[no-untyped-call]
+        found: Tensor = _SumOverRanks.apply(part, group, size)
         return found
 
     @functools.wraps(forward)

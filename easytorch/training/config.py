@@ -187,7 +187,10 @@ class TrainingConfig:
         check_data(self)
         check_adapter(self)
         check_xla(self)
-        for name in ("text", "output", "model", "attn_implementation", "mesh", "dataset", "dataset_split", "tokenizer"):
+        for name in (
+            "text", "output", "model", "attn_implementation", "mesh", "dataset", "dataset_split", "tokenizer",
+            "chat_template",
+        ):  # fmt: skip
             value = getattr(self, name)
             for path in value if isinstance(value, tuple) else (value,):
                 if isinstance(path, str) and (not path or "\0" in path):

@@ -30,7 +30,7 @@ from easytorch.training.task import Task, TextTask
 from easytorch.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     elif config.resume:
         notes.append(f"{config.output} has no checkpoint to resume: this run starts from the beginning")
     model = architecture.check_architecture(config.model)
+    _check_attention(model, config)
     if config.lora is not None:
         notes.append(adapter.describe(config))
     if isinstance(config.model, dict):
@@ -73,6 +74,17 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
         model.vocab_size = config.vocab_size  # the most that the tokenizer can have
     notes.append(memory.describe(model, processes, device, memory.held_by(config, processes)))
     return Inputs(texts, settings, notes)
+
+
+def _check_attention(model: PreTrainedConfig, config: TrainingConfig) -> None:
+    """`ValueError` for an attention that the architecture does not have."""
+    if config.attn_implementation is None:
+        return
+    try:
+        with torch.device("meta"):
+            easytorch.AutoModelForCausalLM.from_config(model, attn_implementation=config.attn_implementation)
+    except architecture.REFUSALS as error:
+        raise ValueError(f"{flag('attn_implementation')}: {error}") from error
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:

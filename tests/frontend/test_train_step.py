@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,6 +151,16 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     step = easytorch.frontend.train_step(model, torch.optim.SGD(model.parameters(), 0.1), backend="torch")
     with pytest.raises(easytorch.frontend.LoweringError, match=r"one number, and it has the shape \(2, 3\)"):
         step(torch.randn(2, 4))
+
+
+def test_batches_that_are_no_tensors_or_have_no_rows_are_refused() -> None:
+    model = torch.nn.Linear(3, 2)
+    train_step = easytorch.frontend.train_step
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="torch", loss=lambda y: y.sum())
+    with pytest.raises(TypeError, match=r"\[0\]\[0\] of a batch is a numpy.ndarray: a train step takes tensors"):
+        step(np.ones((4, 3), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"of a batch is empty, of the shape \(0, 3\)"):
+        step(torch.ones(0, 3))
 
 
 def test_meshes_of_four_devices_give_the_losses_of_one() -> None:

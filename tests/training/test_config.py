@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from easytorch.training import TrainingConfig
+from easytorch.training import TrainingConfig, train
 from easytorch.training.arguments import parse, run
+from easytorch.training.prepare import check_inputs
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,13 @@ def test_settings_from_json_may_name_one_file(tmp_path):
 def test_a_model_flag_that_is_not_json_is_named():
     with pytest.raises(ValueError, match="--model: this is not JSON"):
         parse(["--text", "a", "--output", "b", "--model", '{"model_type": llama}'], "train")
+
+
+def test_an_attention_that_there_is_not_is_refused_before_anything_is_written(settings):
+    config = settings(attn_implementation="no such")
+    with pytest.raises(ValueError, match=r"attn_implementation \(--attn-implementation\): .*no such"):
+        train(config)
+    assert not Path(config.output).exists()
+    check_inputs(settings(attn_implementation="flash"), 1)
+    with pytest.raises(ValueError, match=r"chat_template .* must be a name"):
+        settings(chat_template="")
