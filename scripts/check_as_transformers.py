@@ -4,16 +4,19 @@
     python scripts/check_as_transformers.py transformers-VERSION/tests                all families
     python scripts/check_as_transformers.py transformers-VERSION/tests llama bert     some
     python scripts/check_as_transformers.py transformers-VERSION/tests llama --only tied --show
+    python scripts/check_as_transformers.py CHECKOUT/tests llama                      the family's own tests
 
 The source archive has what its tests of all models share, and not the files of each family: here the tiny configs and
-inputs of tests/models/ stand in for those. Every test runs with transformers' class first; a failure counts where that
-one passes. The exit code is 1 where one counts. Where the folder has generation/test_utils.py, those tests run too.
+inputs of tests/models/ stand in for those. Where the folder has generation/test_utils.py, those tests run too. A
+checkout of transformers' repository has each family's tests, and they run as they are. What fails runs again with
+transformers' class; a failure counts where that one passes. The exit code is 1 where one counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import logging
@@ -23,6 +26,8 @@ import time
 import types
 import unittest
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +37,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from scripts.family_suites import files_of, folder_of, load, native_names  # noqa: E402
 from tests.models.families import ENCODERS, FAMILIES, IMAGE_TEXT, SEQ2SEQ, TOWERS  # noqa: E402
 from tests.models.image_text_families import image_text_inputs  # noqa: E402
 from tests.models.tower_families import tower_inputs  # noqa: E402
 
+Tests = dict[str, unittest.TestCase]
 BATCH, LENGTH = 2, 7
 # It asserts that the default attention is called "sdpa"; ours is called "easytorch".
 DESIGNED = ("test_sdpa_can_dispatch",)
@@ -149,6 +156,22 @@ def outcome(case: unittest.TestCase) -> str:
     return "skipped" if result.skipped else ""
 
 
+def tests_of(folder: Path, family: str) -> tuple[Tests, Tests, Callable[[], AbstractContextManager[None]]]:
+    """The tests over our classes and over transformers', by name, and what is to stand around each of ours."""
+    if files := files_of(folder, family):
+        names = functools.partial(native_names, folder_of(family))
+        with names():
+            ours = load(folder, files, "native_tests")
+        return ours, load(folder, files, "stock_tests"), names
+    common = shared_tests(folder)
+    made = [
+        suite(family, common, source)
+        for source in (importlib.import_module(f"easytorch.models.{family}"), transformers)
+    ]
+    ours, theirs = ({name: one(name) for name in unittest.TestLoader().getTestCaseNames(one)} for one in made)
+    return ours, theirs, contextlib.nullcontext
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, help="transformers' folder of tests")
@@ -159,22 +182,22 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.WARNING)
-    common = shared_tests(arguments.tests.resolve())
+    folder = arguments.tests.resolve()
     counted, totals = 0, dict.fromkeys(("passed", "skipped", "both"), 0)
-    for family in arguments.families:
+    # one run for families whose tests stand in one folder
+    families = {folder_of(name) if files_of(folder, name) else name: name for name in reversed(arguments.families)}
+    for family in reversed(families.values()):
         start, here = time.perf_counter(), dict.fromkeys(("passed", "skipped", "both", "ours"), 0)
-        ours, theirs = (
-            suite(family, common, source)
-            for source in (importlib.import_module(f"easytorch.models.{family}"), transformers)
-        )
-        for name in unittest.TestLoader().getTestCaseNames(ours):
+        ours, theirs, around = tests_of(folder, family)
+        for name, case in ours.items():
             if arguments.only not in name or any(part in name for part in (*NOT_HERE, *DESIGNED, *arguments.skip)):
                 continue
-            found = outcome(ours(name))
+            with around():
+                found = outcome(case)
             if found in ("", "skipped"):
                 here[found or "passed"] += 1
                 continue
-            if outcome(theirs(name)) not in ("", "skipped"):
+            if name in theirs and outcome(theirs[name]) not in ("", "skipped"):
                 here["both"] += 1
                 continue
             here["ours"] += 1
