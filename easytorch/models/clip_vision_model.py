@@ -61,7 +61,7 @@ class CLIPVisionEmbeddings(nn.Module):
         if interpolate_pos_encoding:
             return embeddings + self.interpolate_pos_encoding(embeddings, *pixel_values.shape[-2:])
         check_image_size(pixel_values, self.config.image_size)
-        return embeddings + self.position_embedding.weight
+        return embeddings + self.position_embedding(self.position_ids)  # called: hooks may bring its weight
 
 
 class CLIPVisionPreTrainedModel(CLIPPreTrainedModel):

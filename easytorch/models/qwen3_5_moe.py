@@ -30,6 +30,12 @@ class Qwen3_5MoeVisionModel(Qwen3_5VisionModel):
     config_class = Qwen3_5MoeVisionConfig
     block_class = Qwen3_5MoeVisionBlock
     _no_split_modules = ["Qwen3_5MoeVisionBlock"]  # noqa: RUF012
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As transformers answers for the tower, whose config names what the decoder's does."""
+        return True
+
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": Qwen3_5MoeVisionBlock,
         "attentions": Qwen3VLVisionAttention,

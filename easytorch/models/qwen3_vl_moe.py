@@ -62,6 +62,12 @@ class Qwen3VLMoeVisionModel(Qwen3VLVisionModel):
     config_class = Qwen3VLMoeVisionConfig
     block_class = Qwen3VLMoeVisionBlock
     _no_split_modules = Qwen3VLMoePreTrainedModel._no_split_modules
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As transformers answers for the tower, whose config names what the decoder's does."""
+        return True
+
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": Qwen3VLMoeVisionBlock,
         "attentions": Qwen3VLVisionAttention,

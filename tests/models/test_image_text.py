@@ -359,3 +359,22 @@ def test_images_that_cannot_be_pooled(make_pair) -> None:
     model(input_ids=torch.arange(8)[None])
     with torch.no_grad():  # of no square the largest side is taken that fits: 2 of 3 patches, which leaves each its own
         assert_same(*(model(**inputs) for model in models(make_pair, "gemma3", mm_tokens_per_image=5)))
+
+
+def test_the_config_of_transformers_model_makes_ours(family) -> None:
+    """In which transformers has named an implementation of the experts, for the tower too."""
+    head = FAMILIES[family].heads[0]
+    with torch.device("meta"):
+        theirs = getattr(transformers, head)(FAMILIES[family].config())
+        ours = getattr(importlib.import_module(f"easytorch.models.{family}"), head)._from_config(theirs.config)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_towers_that_are_offloaded_to_disk(make_pair, tmp_path) -> None:
+    ours, _ = models(make_pair, "llava")
+    ours.save_pretrained(tmp_path)
+    places = {"model.vision_tower": "disk", "model.multi_modal_projector": "cpu", "model.language_model": "disk"}
+    places["lm_head"] = "cpu"
+    loaded = type(ours).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs_of("llava")).logits, ours(**inputs_of("llava")).logits)
