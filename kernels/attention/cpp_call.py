@@ -29,7 +29,19 @@ def arguments(call: AttentionCall) -> tuple[Any, ...]:
     """The record as the operators' arguments: `operator(query, ..., *arguments(call), ...)`."""
     if call.bias is not None or call.sinks is not None:
         call = call._replace(bias=_numbers(call.bias), sinks=_contiguous(_numbers(call.sinks)))
+    if call.query_segment_ids is not None and call.key_segment_ids is not None:
+        ids = call.query_segment_ids.to(torch.int64), call.key_segment_ids.to(torch.int64)
+        call = call._replace(query_segment_ids=ids[0], key_segment_ids=ids[1])
     return flatten(call)
+
+
+def with_segments_as_mask(call: AttentionCall) -> AttentionCall:
+    """The call of one query without segments: decode's operators take them as a mask."""
+    if call.query_segment_ids is None or call.key_segment_ids is None:
+        return call
+    same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
+    mask = same if call.mask is None else call.mask & same
+    return call._replace(mask=mask, query_segment_ids=None, key_segment_ids=None)
 
 
 def refusal(

@@ -40,16 +40,18 @@ uint64_t attend(const Tensor& query, FlashCall& call, float* logsumexp, int64_t 
 // query (B, T, H, D), key (B, S, K, D), value (B, S, K, Dv) and the record of the call -> (B, T, H, Dv).
 void flash(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), value(stack[2]);
-  const AttentionCall given(stack + 3);
-  FlashCall call = flash_call(query, key, value, given);
+  const AttentionCall given(stack + 3, true);
+  std::optional<Segments> segments;
+  FlashCall call = flash_call(query, key, value, given, segments);
   stack[0] = attend(query, call, nullptr, static_cast<int64_t>(stack[3 + AttentionCall::FIELDS]));
 }
 
 // The same, and what flash_backward needs beside it: (B, H, T), float32.
 void flash_training(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), value(stack[2]);
-  const AttentionCall given(stack + 3);
-  FlashCall call = flash_call(query, key, value, given);
+  const AttentionCall given(stack + 3, true);
+  std::optional<Segments> segments;
+  FlashCall call = flash_call(query, key, value, given, segments);
   const int64_t sizes[3] = {call.batch, call.heads, call.length};
   Tensor logsumexp(empty(3, sizes, aoti_torch_dtype_float32()));
   stack[0] = attend(query, call, static_cast<float*>(logsumexp.data), static_cast<int64_t>(stack[3 + AttentionCall::FIELDS]));

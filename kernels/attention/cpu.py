@@ -1,5 +1,6 @@
 """Attention of many queries by the operator in C++ (cpu*.cpp here): tiles of scores in float32 that stay in the caches,
-products of bfloat16 by dot products where the CPU has them; backward computes the scores again."""
+products of bfloat16 by dot products where the CPU has them; tiles that the band or the segments hide are skipped;
+backward computes the scores again."""
 
 from __future__ import annotations
 
@@ -19,10 +20,6 @@ from easytorch.kernels.interop.torch_func import recording
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `attention` carries this call, else the reason. Asking may build the library."""
-    if features.get("dropout_prob", 0.0) > 0.0:
-        return "it has no dropout"
-    if features.get("query_segment_ids") is not None:
-        return "it does not take segments: ATen skips the tiles between them"
     bias = features.get("bias")
     if isinstance(bias, Tensor) and recording(bias):
         return "it has no gradient of a bias"

@@ -28,10 +28,11 @@ void zero(const Tensor& tensor) {
 // the gradients of query, key, value and sinks, the last (H,) in float32, or (0,) without sinks.
 void flash_backward(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor grad(stack[0]), query(stack[1]), key(stack[2]), value(stack[3]), output(stack[4]), logsumexp(stack[5]);
-  const AttentionCall given(stack + 6);
+  const AttentionCall given(stack + 6, true);
   const int64_t level = static_cast<int64_t>(stack[6 + AttentionCall::FIELDS]);
   FlashGradientCall work{};
-  work.call = flash_call(query, key, value, given);
+  std::optional<Segments> segments;
+  work.call = flash_call(query, key, value, given, segments);
   const FlashCall& call = work.call;
   work.grad = like_output(grad, call, query.dtype), work.output = like_output(output, call, query.dtype);
   require(logsumexp.dim == 3 && logsumexp.sizes[0] == call.batch && logsumexp.sizes[1] == call.heads &&

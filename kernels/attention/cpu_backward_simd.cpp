@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "../cpu/functions.h"
+#include "cpu_features.h"
 #include "cpu_units.h"
 
 namespace {
@@ -114,6 +115,7 @@ void pack_queries(const FlashGradientCall& g, int64_t b, int64_t h, const Memory
 struct Block {
   int64_t b, h, key, keys, query, queries;
   bool as_they_are;  // the scores are only scaled, and each is seen
+  bool one_segment;  // no segment hides one of them
 };
 
 // The products of key `j` become scores, those that are hidden HIDDEN; slopes: the derivatives of the cap.
@@ -139,6 +141,9 @@ void scores_of_key(const FlashCall& c, const Block& at, int64_t j, float* scores
     const uint8_t* mask = static_cast<const uint8_t*>(rules.mask.data) + place_of(rules.mask, at.b, at.h, at.query, j);
     for (int64_t i = 0; i < at.queries; ++i) scores[i] = mask[i * rules.mask.of_row] != 0 ? scores[i] : HIDDEN;
   }
+  for (int64_t i = 0; i < at.queries && !at.one_segment; ++i) {
+    scores[i] = same_segment(c, at.b, at.query + i, j) ? scores[i] : HIDDEN;
+  }
   // the queries that see the key
   const int64_t diagonal = j - (c.keys - c.length) - at.query, first = diagonal - c.right, end = diagonal + c.left + 1;
   for (int64_t i = 0; i < first && i < QUERIES; ++i) scores[i] = HIDDEN;
@@ -150,6 +155,10 @@ template <class Units>
 void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units>& m) {
   const bool capped = c.rules.softcap > 0.0f;
   const Floats scale = broadcast(at.as_they_are ? c.rules.scale : 1.0f);
+  Words hashes[QUERIES / WIDTH];
+  for (int64_t i = 0; i < QUERIES && c.kept != 0.0f; i += WIDTH) {
+    hashes[i / WIDTH] = hash_of_query(hash_of_head(c, at.b, at.h), counted_from(static_cast<uint32_t>(at.query + i)));
+  }
   for (int64_t j = 0; j < rows; j += Units::NUMBERS) {
     for (int64_t k = j; k < j + Units::NUMBERS && !at.as_they_are; ++k) {
       float* const scores = m.scores + k * QUERIES;
@@ -166,9 +175,14 @@ void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units
       for (int n = 0; n < Units::NUMBERS; ++n) {
         const int64_t place = (j + n) * QUERIES + i;
         const Floats weight = exponential(multiply_add(load(m.scores + place), scale, lse));
-        grads[n] = multiply(weight, add(load(m.gradients + place), delta));
+        Floats used = weight, gradient = load(m.gradients + place);
+        if (c.kept != 0.0f) {
+          const Floats factor = kept(c, hashes[i / WIDTH], words(static_cast<uint32_t>(at.key + j + n)));
+          used = multiply(weight, factor), gradient = multiply(gradient, factor);
+        }
+        grads[n] = multiply(weight, add(gradient, delta));
         if (capped) grads[n] = multiply(grads[n], load(m.slopes + place));
-        Units::write(m.weights + (j + n) * m.WEIGHTS_ROW + i / Units::NUMBERS * UNIT, weight);
+        Units::write(m.weights + (j + n) * m.WEIGHTS_ROW + i / Units::NUMBERS * UNIT, used);
         Units::write(m.score_grads + (j + n) * m.WEIGHTS_ROW + i / Units::NUMBERS * UNIT, grads[n]);
       }
       if constexpr (Units::NUMBERS > 1) {
@@ -254,9 +268,11 @@ void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, char* scratch) {
       const int64_t begin = first < 0 ? 0 : first / QUERIES * QUERIES;
       for (int64_t query = begin; query < c.length && query < end; query += QUERIES) {
         const int64_t queries = c.length - query < QUERIES ? c.length - query : QUERIES;
-        const bool seen = keys == KEYS && query + shift + c.right >= key + keys - 1 &&
+        const Reach reach = reach_of(c, b, query, queries, key, keys);
+        if (!reach.some) continue;
+        const bool seen = reach.all && keys == KEYS && query + shift + c.right >= key + keys - 1 &&
                           query + queries - 1 + shift - c.left <= key;
-        add_block<Units>(c, {b, h, key, keys, query, queries, only_scale && seen}, m);
+        add_block<Units>(c, {b, h, key, keys, query, queries, only_scale && seen, reach.all}, m);
       }
     }
     finish_head<Units>(g, b, h, m);

@@ -25,13 +25,13 @@ class AttentionCall {
  public:
   static constexpr int FIELDS = 11;
 
-  // stack: from the first field on.
-  explicit AttentionCall(const uint64_t* stack)
+  // stack: from the first field on. many: of many queries, which alone have segments and dropout.
+  explicit AttentionCall(const uint64_t* stack, bool many = false)
       : mask(stack[0]), bias(stack[1]), query_segment_ids(stack[2]), key_segment_ids(stack[3]), sinks(stack[4]),
         seed(stack[5]), scale(number_of(stack[6])), left(side_of(stack[7])), right(side_of(stack[8])),
         softcap(number_of(given(stack[9]).value_or(0))), dropout_prob(number_of(stack[10])) {
-    require(!query_segment_ids && !key_segment_ids, "attention: segments are given as a mask");
-    require(!seed && dropout_prob == 0.0, "attention: the operators in C++ have no dropout");
+    require(many || (!query_segment_ids && !key_segment_ids), "attention: segments are given as a mask");
+    require(many || (!seed && dropout_prob == 0.0), "attention: this operator has no dropout");
   }
 
   // What becomes of the scores (B, H, T, S), to which mask and bias broadcast.

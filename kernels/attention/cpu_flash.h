@@ -16,6 +16,10 @@ struct FlashCall {
   FlashTensor query, key, value;
   ScoreRules rules;
   int64_t left, right;   // the band around the diagonal that ends at the last query and key
+  const int64_t* spans;  // (B, T, 2): the first key of a query's segment and that after its last; null without segments
+  const int64_t *query_ids, *key_ids;  // (B, T) and (B, S): segments, where a span holds keys of others too; else null
+  float kept;            // what dropout multiplies the weights by that it keeps; 0 without dropout
+  uint32_t seed, dropped;  // it keeps those with a hash of at least `dropped`
   void* output;          // (B, T, H, Dv), contiguous
   float* logsumexp;      // (B, H, T): log(sum(exp(scores))), infinity of a query that sees nothing; or null
   // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "../cpu/functions.h"
+#include "cpu_features.h"
 #include "cpu_units.h"
 
 namespace {
@@ -61,6 +62,10 @@ inline float weigh(const FlashCall& c, int64_t b, int64_t h, int64_t i, int64_t 
   const bool scale_later = only_scaled(c.rules);
   if (!scale_later) apply_rules(c.rules, b, h, i, from, count, padded, scores);
   hide(c.rules, b, h, i, from, count, scores);
+  if (c.key_ids != nullptr) {
+    const int64_t own = c.query_ids[b * c.length + i], *ids = c.key_ids + b * c.keys + from;
+    for (int64_t j = 0; j < count; ++j) scores[j] = ids[j] == own ? scores[j] : HIDDEN;
+  }
   const int64_t first = seen[0] - from, end = seen[1] - from;
   for (int64_t j = 0; j < padded && j < first; ++j) scores[j] = HIDDEN;
   for (int64_t j = end < 0 ? 0 : end; j < padded; ++j) scores[j] = HIDDEN;
@@ -75,11 +80,14 @@ inline float weigh(const FlashCall& c, int64_t b, int64_t h, int64_t i, int64_t 
   const float before = state.largest, now = largest(most), zero = now == HIDDEN ? 0.0f : now;
   const float factor = before == now ? 1.0f : before == HIDDEN ? 0.0f : expf(before - zero);
   const Floats minus = broadcast(-zero);
+  const uint32_t hash = c.kept == 0.0f ? 0 : hash_of_query(hash_of_head(c, b, h), static_cast<uint32_t>(i));
   Floats total = zeros();
   for (int64_t j = 0; j < padded; j += WIDTH) {
     const Floats w = exponential(add(load(scores + j), minus));
-    Units::write(weights + j / Units::NUMBERS * UNIT, w);
     total = add(total, w);
+    Floats used = w;
+    if (c.kept != 0.0f) used = multiply(w, kept(c, hash, counted_from(static_cast<uint32_t>(from + j))));
+    Units::write(weights + j / Units::NUMBERS * UNIT, used);
   }
   state.largest = now;
   state.sum = state.sum * factor + sum(total);
@@ -110,6 +118,11 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
     const int64_t low = at - c.left, high = at + c.right + 1;
     seen[i][0] = low < 0 ? 0 : low;
     seen[i][1] = high < c.keys ? high : c.keys;
+    if (c.spans != nullptr) {
+      const int64_t* const span = c.spans + 2 * (b * c.length + row + i);
+      seen[i][0] = span[0] > seen[i][0] ? span[0] : seen[i][0];
+      seen[i][1] = span[1] < seen[i][1] ? span[1] : seen[i][1];
+    }
     state[i] = {HIDDEN, 0.0f};
     if (seen[i][0] >= seen[i][1]) continue;
     first = seen[i][0] < first ? seen[i][0] : first;
@@ -117,6 +130,7 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
   }
   for (int64_t from = first / WIDTH * WIDTH; from < end; from += KEYS) {
     const int64_t some = end - from < KEYS ? end - from : KEYS, padded = up_to(some, WIDTH);
+    if (!reach_of(c, b, row, count, from, some).some) continue;
     multiply_rows<Units>(queries, l.query_row(), rows, keys + from / WIDTH * l.key_panel, l.key_panel, PANEL,
                          padded / WIDTH, l.key_units, scores, KEYS, false);
     for (int64_t i = 0; i < count; ++i) {

@@ -29,7 +29,7 @@ class FlashFeatures(AttentionFeatures, total=False):
 class FlashAttention(AttentionImpl):
     """Every feature of the contract: ATen's products on CPU, Triton on GPU, XLA on TPU, the definition elsewhere.
 
-    `attention` chooses `flash:cpu` where it is faster: in C++, without segments, dropout and the gradient of a bias.
+    `attention` chooses `flash:cpu` where it is faster: in C++, without the gradient of a bias.
     XLA (jax) runs on the CPU too where it is forced: `backend="flash:xla"`.
     With `cu_seqlens_q` and `cu_seqlens_k` (sequences + 1,) the tokens are sequences of different lengths packed in one
     row, (1, tokens, heads, head_dim) or (tokens, heads, head_dim), and each attends to itself only: see `varlen`.
@@ -41,7 +41,7 @@ class FlashAttention(AttentionImpl):
         "aten": "aten_op.attention", "cpu": "cpu.attention", "triton": "triton_flash.flash_attention",
     }  # fmt: skip
     cpp_reason = "tiles of scores stay in the caches, bfloat16 is multiplied by dot products"
-    takes_seed = frozenset({"native", "aten", "xla", "triton"})
+    takes_seed = frozenset({"native", "aten", "cpu", "xla", "triton"})
 
     @classmethod
     def get_impl_name(cls) -> tuple[str, ...]:

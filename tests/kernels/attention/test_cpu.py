@@ -45,6 +45,8 @@ def heads(size: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 def features(size: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     batch, length, keys, query_heads = size[:4]
     seen = numbers((batch, 1, length, keys), torch.float32, 3) > -0.5
+    documents = [torch.arange(count).expand(batch, -1) // 21 for count in (length, keys)]
+    mixed = [(numbers((batch, count), torch.float32, 7) * 2).int() for count in (length, keys)]
     yield from (
         {}, {"causal": True}, {"causal": True, "sliding_window": 9}, {"sliding_window": (3, 20)},
         {"sliding_window": (None, 2), "softmax_scale": -0.3}, {"softcap": 2.0, "causal": True}, {"softmax_scale": 0.0},
@@ -52,6 +54,12 @@ def features(size: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         {"mask": seen[:, :, :1], "sinks": numbers((query_heads,), torch.float16)},
         {"bias": numbers((query_heads, length, keys), torch.bfloat16), "softcap": 5.0},
         {"bias": numbers((length, 1), torch.float64), "mask": seen, "sliding_window": (30, 0)},
+        {"query_segment_ids": documents[0], "key_segment_ids": documents[1]},
+        {"query_segment_ids": documents[0] + 1, "key_segment_ids": documents[1], "causal": True, "softcap": 5.0},
+        {"query_segment_ids": mixed[0], "key_segment_ids": mixed[1], "sliding_window": (40, 9)},
+        {"dropout_prob": 0.3, "seed": 11, "causal": True},
+        {"dropout_prob": 0.6, "seed": -5, "sinks": numbers((query_heads,), torch.float32),
+         "query_segment_ids": documents[0], "key_segment_ids": documents[1]},
     )  # fmt: skip
 
 
@@ -78,7 +86,8 @@ def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
             given = [guarded(x) if x.numel() else x for x in (query, key, value)]
             call = resolve(query, key, value, **options)
             call = call._replace(**{
-                name: guarded(getattr(call, name)) for name in ("mask", "bias", "sinks")
+                name: guarded(getattr(call, name))
+                for name in ("mask", "bias", "query_segment_ids", "key_segment_ids", "sinks")
                 if getattr(call, name) is not None and getattr(call, name).numel()
             })  # fmt: skip
             check(cpu.run(*given, call, level), expected, dtype, size, options)
@@ -156,14 +165,17 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
             choice = operation.choose(query, key, value, **options)
             assert (choice.implementation == "flash" and choice.backend == "cpu") == available, options
     monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
-    for options in (
-        {"mask": torch.ones(1024, 1024, dtype=torch.bool)},
-        {"causal": True, "bias": torch.zeros(1)},
-        {"query_segment_ids": ids, "key_segment_ids": ids, "causal": True},
-        {"dropout_prob": 0.1, "causal": True},
-    ):
+    packed: dict[str, Any] = {"query_segment_ids": ids, "key_segment_ids": ids}
+    mask = torch.ones(1024, 1024, dtype=torch.bool)
+    for options in ({"mask": mask}, {"causal": True, "bias": torch.zeros(1)}, {"mask": mask, **packed}):
         assert operation.choose(query, key, value, **options).backend != "cpu"
     wide = (query.float(), key.float(), value.float())
+    for few in (wide, (query, key, value), (query.half(), key.half(), value.half())):
+        assert operation.choose(*few, **packed).backend == "cpu"
+        assert operation.choose(*few, dropout_prob=0.1).backend == "cpu"
+        cut = {name: one[:, :128] for name, one in packed.items()}
+        assert operation.choose(*(one[:, :128] for one in few), **cut).backend == "cpu"
+        assert operation.choose(*(one[:, :127] for one in few), dropout_prob=0.1).backend != "cpu"
     assert operation.choose(*wide, causal=True).backend == "cpu"
     assert operation.choose(*wide).backend != "cpu"
     assert operation.choose(query[:, :255], key, value, causal=True).backend != "cpu"
@@ -194,16 +206,11 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
     query, key, value = heads((1, 9, 9, 2, 1, 8, 8), torch.float32)
-    ids, ends = torch.zeros(1, 9, dtype=torch.int64), torch.tensor([0, 4, 9])
-    for options, why in (
-        ({"dropout_prob": 0.5}, "no dropout"),
-        ({"query_segment_ids": ids, "key_segment_ids": ids}, "does not take segments"),
-        ({"bias": torch.zeros(9, 9, requires_grad=True)}, "no gradient"),
-    ):
-        with pytest.raises(UnsupportedOperationError, match=why):
-            attention("flash:cpu")(query, key, value, **options)
-        with pytest.raises(NotImplementedError, match=why):
-            cpu.attention(query, key, value, **options)
+    ends, options = torch.tensor([0, 4, 9]), {"bias": torch.zeros(9, 9, requires_grad=True)}
+    with pytest.raises(UnsupportedOperationError, match="no gradient"):
+        attention("flash:cpu")(query, key, value, **options)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        cpu.attention(query, key, value, **options)
     flash = OperationRegistry.create("flash", OperationMetadata(backend="cpu"))
     with pytest.raises(UnsupportedOperationError, match="packed sequences"):
         flash(query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends)
@@ -233,9 +240,13 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ((query, key, value), {"bias": torch.zeros(9, 9).double()}, "bias and sinks are"),
         ((query, key, value), {"sinks": torch.zeros(3)}, "sinks are"),
         ((query, key, value), {"left": 2**60}, "too far"), ((query, key, value), {"right": -(2**60)}, "too far"),
-        ((query, key, value), {"dropout_prob": 0.5}, "no dropout"),
-        ((query, key, value), {"seed": ids[0, 0]}, "no dropout"),
-        ((query, key, value), {"query_segment_ids": ids}, "segments"),
+        ((query, key, value), {"dropout_prob": 0.5}, "then a seed"),
+        ((query, key, value), {"seed": ids[0, 0]}, "then a seed"),
+        ((query, key, value), {"seed": ids[0, 0], "dropout_prob": 1.0}, "then a seed"),
+        ((query, key, value), {"seed": ids[0], "dropout_prob": 0.5}, "one number"),
+        ((query, key, value), {"query_segment_ids": ids}, "of queries and keys"),
+        ((query, key, value), {"query_segment_ids": ids, "key_segment_ids": ids[:, :8]}, "segment ids are"),
+        ((query, key, value), {"query_segment_ids": ids, "key_segment_ids": ids.int()}, "segment ids are"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=why):
             run(*wrong, **fields)
