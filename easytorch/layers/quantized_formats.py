@@ -28,8 +28,10 @@ STORAGE: dict[str, tuple[str, int | None]] = {
     "binary": ("int4", 64),
 }
 
-# llama.cpp's blocks, which layers keep as a GGUF file has them
-GGUF_BLOCKS = tuple(BLOCKS)
+# llama.cpp's blocks that layers keep as a GGUF file has them. The others are decoded as a file is loaded: one row of x
+# times them takes longer than a bfloat16 product (kernels/quantized_matmul/cpu.py).
+_DECODED = ("q5_0", "q5_1", "q2_k", "q3_k", "q5_k", "iq4_xs")
+GGUF_BLOCKS = tuple(name for name in BLOCKS if name not in _DECODED)
 
 
 class FormatSettings(NamedTuple):

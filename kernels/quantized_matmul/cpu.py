@@ -30,6 +30,9 @@ STEP = 32
 # 0.11, 0.40; fp8_e4m3fn 0.13, 0.17, 0.56; fp8_e5m2 0.05, 0.07, 0.21. Interleaved codes and 5, 8, 16 rows of bfloat16:
 # int8 0.40, 0.42, 0.32; int4 0.03, 0.05, 0.06; q4_0 0.01, 0.02, 0.04. One row of nf4 and fp8_e4m3fn, of a bfloat16
 # product and of a plain read of the codes: 0.42 and 1.96, 0.51 and 1.30; the others are in docs/kernels/cpu.md.
+# Blocks that are decoded as they are accumulated, of a product in bfloat16 and in float32: q4_1 0.67 and 0.39, iq4_nl
+# 0.68 and 0.55, iq4_xs 1.33 and 0.75, q2_k 1.87 and 0.97, q5_0 2.13 and 1.08, q5_1 2.54 and 1.30, q5_k 2.65 and 1.50,
+# q3_k 3.55 and 1.93.
 MOST_ROWS = 16
 # Rows up to which a layer has its codes laid out for them: a prompt says nothing of what follows.
 FEW_ROWS = 4

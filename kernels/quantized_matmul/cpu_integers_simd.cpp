@@ -363,7 +363,7 @@ void of_format(const QuantizedProduct& p, int64_t begin, int64_t end) {
 }
 
 bool takes(int64_t format, int32_t, int64_t m, int64_t group_size, int64_t groups) {
-  if (m > MOST_ROWS_OF_X || format == NF4 || format == FP8_E4M3FN || format == FP8_E5M2) return false;
+  if (m > MOST_ROWS_OF_X || format == NF4 || format == FP8_E4M3FN || format == FP8_E5M2 || format > Q6_K) return false;
   return format >= Q8_0 || groups == 1 || group_size == 32 || group_size == 64 || group_size % 128 == 0;
 }
 

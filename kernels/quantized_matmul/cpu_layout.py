@@ -15,7 +15,10 @@ from easytorch.kernels.quantized_matmul import interleaved
 
 # The format's number in cpu_product.h.
 FORMATS = {"int8": 0, "int4": 1, "nf4": 2, "fp8_e4m3fn": 3, "fp8_e5m2": 4, "fp4_e2m1": 5}
-BLOCK_FORMATS = {"q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9}
+BLOCK_FORMATS = {
+    "q8_0": 6, "q4_0": 7, "q4_k": 8, "q6_k": 9, "q4_1": 10, "q5_0": 11, "q5_1": 12, "iq4_nl": 13, "q2_k": 14,
+    "q3_k": 15, "q5_k": 16, "iq4_xs": 17,
+}  # fmt: skip
 NUMBERS = FORMATS | BLOCK_FORMATS
 
 

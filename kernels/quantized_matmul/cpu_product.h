@@ -6,7 +6,7 @@
 // The formats of a quantized weight, numbered as in cpu.py.
 enum QuantizedFormat : int64_t {
   INT8 = 0, INT4 = 1, NF4 = 2, FP8_E4M3FN = 3, FP8_E5M2 = 4, FP4_E2M1 = 5, Q8_0 = 6, Q4_0 = 7, Q4_K = 8,
-  Q6_K = 9
+  Q6_K = 9, Q4_1 = 10, Q5_0 = 11, Q5_1 = 12, IQ4_NL = 13, Q2_K = 14, Q3_K = 15, Q5_K = 16, IQ4_XS = 17
 };
 
 // y (M, N) = x (M, K) @ weight (N, K)^T + bias, where the weight is (code - zero) * scale, by groups of columns.

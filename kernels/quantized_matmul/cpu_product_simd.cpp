@@ -3,6 +3,7 @@
 
 #include "../cpu/numbers.h"
 #include "../cpu/tile.h"
+#include "cpu_blocks.h"
 #include "cpu_levels.h"
 
 namespace {
@@ -432,6 +433,14 @@ void visit(const QuantizedProduct& p, const Visitor& visitor) {
     case Q4_0: return visitor(OfQ4_0());
     case Q4_K: return visitor(OfQ4K());
     case Q6_K: return visitor(OfQ6K());
+    case Q4_1: return visitor(OfBlock<BlockQ4_1>());
+    case Q5_0: return visitor(OfBlock<BlockQ5_0>());
+    case Q5_1: return visitor(OfBlock<BlockQ5_1>());
+    case IQ4_NL: return visitor(OfBlock<BlockIq4Nl>());
+    case Q2_K: return visitor(OfBlock<BlockQ2K>());
+    case Q3_K: return visitor(OfBlock<BlockQ3K>());
+    case Q5_K: return visitor(OfBlock<BlockQ5K>());
+    case IQ4_XS: return visitor(OfBlock<BlockIq4Xs>());
   }
 }
 

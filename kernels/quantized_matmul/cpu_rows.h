@@ -17,8 +17,18 @@ namespace easytorch {
 
 // Bytes of a row of k columns, or -1 where llama.cpp's blocks do not divide it.
 inline int64_t stored_bytes(int64_t format, int64_t k) {
-  const int64_t columns = format >= Q4_K ? 256 : 32;
+  const bool of_32 = format < Q4_K || (format >= Q4_1 && format <= IQ4_NL);
+  const int64_t columns = of_32 ? 32 : 256;
+  const auto blocks = [&](int64_t bytes) { return k % columns == 0 ? k / columns * bytes : -1; };
   switch (format) {
+    case Q4_1: return blocks(20);
+    case Q5_0: return blocks(22);
+    case Q5_1: return blocks(24);
+    case IQ4_NL: return blocks(18);
+    case Q2_K: return blocks(84);
+    case Q3_K: return blocks(110);
+    case Q5_K: return blocks(176);
+    case IQ4_XS: return blocks(136);
     case INT4:
     case FP4_E2M1:
     case NF4: return (k + 1) / 2;
@@ -40,7 +50,7 @@ class Codes {
  public:
   Codes(const Tensor& data, const Tensor& scale, const Tensor& zero, int64_t format, int64_t columns, int64_t group_size)
       : format(format), k(columns) {
-    require(format >= INT8 && format <= Q6_K, "quantized_matmul: unknown format");
+    require(format >= INT8 && format <= IQ4_XS, "quantized_matmul: unknown format");
     require(data.dim == 2 && scale.dim == 2, "quantized_matmul: wrong dimensions");
     require(k > 0 && group_size > 0, "quantized_matmul: x and weight do not fit");
     n = data.sizes[0], stored = stored_bytes(format, k);

@@ -8,7 +8,10 @@ from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 
 # Where the float16 scales of a block stand.
-SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
+SCALES = {
+    "q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q6_k": (208,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2),
+    "iq4_nl": (0,), "q2_k": (80, 82), "q3_k": (108,), "q5_k": (0, 2), "iq4_xs": (0,),
+}  # fmt: skip
 
 
 def random_blocks(format: str, rows: int, columns: int, seed: int) -> QuantizedWeight:

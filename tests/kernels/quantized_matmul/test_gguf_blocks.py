@@ -47,7 +47,11 @@ def test_products_on_every_instruction_set(level: int, format: str) -> None:
             x, bias = torch.randn(rows, weight.shape[1], generator=generator), torch.randn(n, generator=generator)
             for dtype in cpu.DTYPES:
                 expected = native.quantized_matmul(x.to(dtype).double(), weight, bias.double())
-                error = relative_rms_error(cpu.run(x.to(dtype), weight, bias, level), expected)
+                got = cpu.run(x.to(dtype), weight, bias, level)
+                # of what such a sum comes to, where its terms happen to cancel
+                typical = x.square().mean().sqrt() * weight.dequantize().square().sum(1).mean().sqrt()
+                error = relative_rms_error(got, expected)
+                error *= min(1.0, float(expected.square().mean().sqrt() / typical))
                 # of more rows the weight is rounded to bfloat16, as ATen's path does
                 limit = TOLERANCE[dtype] / (1 if rows > 4 and dtype == torch.bfloat16 else 2)
                 assert error <= limit, f"{rows} rows of {dtype}, {weight.shape}: {error}"
@@ -103,8 +107,8 @@ def test_the_operation(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
         QuantizedWeight(weight.data[:, :-1], one, None, format, (6, columns), columns)
     with pytest.raises(ValueError, match="scale must be"):
         QuantizedWeight(weight.data, torch.ones(6, 1), None, format, (6, columns), columns)
-    with pytest.raises(ValueError, match="unknown blocks 'q3_k'"):
-        QuantizedWeight.of_blocks(weight.data, "q3_k")
+    with pytest.raises(ValueError, match="unknown blocks 'iq1_s'"):
+        QuantizedWeight.of_blocks(weight.data, "iq1_s")
 
 
 @needs_library
