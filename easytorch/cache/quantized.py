@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import QuantizedLayer
 
+from easytorch.kernels.decode.codes import Codes, decode, prefers
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight, quantize
+from easytorch.operations.dispatch.environment import untouched
 
 
 class _Codes(NamedTuple):
     weight: QuantizedWeight
     shape: torch.Size
     dtype: torch.dtype
+
+
+def _as_codes(codes: Any) -> Codes:
+    weight = codes.weight
+    groups = weight.scale.shape[1]
+    data = weight.data.unflatten(0, codes.shape[:-1])
+    return Codes(data, weight.scale.reshape(*codes.shape[:-1], groups), weight.group_size)
 
 
 class QuantizedKeysAndValues(QuantizedLayer):
@@ -31,6 +40,26 @@ class QuantizedKeysAndValues(QuantizedLayer):
     def _dequantize(self, q_tensor: Any) -> Tensor:
         tensor: Tensor = q_tensor.weight.dequantize(q_tensor.dtype).reshape(q_tensor.shape)
         return tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Tensor | None:
+        """Appends one key and value (B, K, 1, D) and attends to the codes: query (B, H, 1, D) -> (B, 1, H, Dv).
+
+        None, and nothing is appended, where `update` has to be called: the codes are of four bits, tokens are quantized
+        with this one, rows wait to be reordered, or C++ does not take the call.
+        """
+        recent_keys: Any = self.keys
+        recent = recent_keys.shape[-2] if self.is_initialized and recent_keys.dim() == 4 else 0
+        if not self.is_initialized or self._pending_beam_idx is not None or recent + 1 >= self.residual_length:
+            return None
+        keys, values = _as_codes(self._quantized_keys), _as_codes(self._quantized_values)
+        if query.shape[2] != 1 or not untouched() or not prefers(query, keys, values, features):
+            return None
+        if recent:
+            recent_values: Any = self.values
+            key, value = torch.cat([recent_keys, key], 2), torch.cat([recent_values, value], 2)
+        attended = decode(query, keys, values, (key, value), **features)
+        self.keys, self.values, self.cumulative_length = key, value, self.cumulative_length + 1
+        return attended
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._of_rows(lambda one: one.repeat_interleave(repeats, dim=0))

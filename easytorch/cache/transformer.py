@@ -88,6 +88,24 @@ class TransformerCache(Cache):
         past = int(layer.get_seq_length())
         return (past > 0 or rows <= self.rows) and past + tokens <= self.longest
 
+    def attend_codes(
+        self, query: Tensor, key: Tensor, value: Tensor, layer_idx: int, **features: Any
+    ) -> Tensor | None:  # fmt: skip
+        """Appends a token and attends to the quantized keys and values as they are, without a decoded copy of them.
+
+        query (B, H, 1, D), key and value (B, K, 1, D) -> (B, 1, H, Dv). None, and nothing is appended, where `update`
+        has to be called, which checks what it is given.
+        """
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        rows, heads, length, dim = key.shape
+        if not isinstance(layer, QuantizedKeysAndValues) or features.pop("chunk_size", None) is not None:
+            return None
+        held = _held(layer)
+        fits = held is not None and (held[0], held[1], held[3]) == (rows, heads, dim)
+        if not fits or length != 1 or not self.has_room(layer_idx, rows, length):
+            return None
+        return layer.attend(query, key, value, **features)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order; `ValueError` for one that the cache does not hold."""
         self._check_rows(beam_idx)

@@ -125,6 +125,21 @@ class GroupedAttention(FusedProjections):
             features["chunk_size"] = self.config.attention_chunk_size
         return features | {"softmax_scale": self.scaling}
 
+    def attend_to_cache(
+        self, cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, implementation: str,
+        asked: Mapping[str, Any],
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Attention by a cache that reads its keys and values where they lie, in pages or in few bits -> (B, T, H, Dv);
+        None where it has none for this call, and nothing was written."""
+        attend = getattr(cache, "attend_pages", None) or getattr(cache, "attend_codes", None)
+        features = None if attend is None else self.features_of_pages(implementation, asked)
+        if attend is None or features is None:
+            return None
+        attended: torch.Tensor | None = attend(query, key, value, self.layer_idx, **features)
+        if attended is not None:
+            observed(self)
+        return attended
+
     def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """attended (B, T, H * head_dim), and whatever else `project` returned -> (B, T, D)."""
         return linear(getattr(self, self.output_name), attended)
@@ -147,12 +162,10 @@ class GroupedAttention(FusedProjections):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         implementation = attn_implementation(self.config)
         if past_key_values is not None:
-            if attention_mask is None and hasattr(past_key_values, "attend_pages"):
-                of_pages = self.features_of_pages(implementation, kwargs)
-                if of_pages is not None:
-                    observed(self)
-                    output = past_key_values.attend_pages(query, key, value, self.layer_idx, **of_pages)
-                    return self.project_output(output.reshape(batch, length, -1), *rest), None
+            if attention_mask is None:
+                attended = self.attend_to_cache(past_key_values, query, key, value, implementation, kwargs)
+                if attended is not None:
+                    return self.project_output(attended.reshape(batch, length, -1), *rest), None
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = interface_of(implementation)
         dropout = self.attention_dropout if self.training else 0.0

@@ -124,6 +124,12 @@ def decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *c
 
 
 @_fake
+def decode_codes(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
+    batch, heads, _, _ = query.shape
+    return query.new_empty((batch, 1, heads, value.shape[-1]))
+
+
+@_fake
 def ragged_page(query: Tensor, key_pages: Tensor, value_pages: Tensor, *call: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value_pages.shape[-1]))
 

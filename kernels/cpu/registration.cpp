@@ -7,6 +7,7 @@ namespace easytorch {
 void register_causal_conv1d(Library& library);
 void register_cross_entropy(Library& library);
 void register_decode(Library& library);
+void register_decode_codes(Library& library);
 void register_flash(Library& library);
 void register_flash_backward(Library& library);
 void register_gated_delta_rule(Library& library);
@@ -28,6 +29,7 @@ struct Registration {
     register_causal_conv1d(library);
     register_cross_entropy(library);
     register_decode(library);
+    register_decode_codes(library);
     register_flash(library);
     register_flash_backward(library);
     register_gated_delta_rule(library);

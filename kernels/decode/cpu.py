@@ -65,10 +65,7 @@ def run(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: AttentionCall, level: int
 ) -> Tensor:  # fmt: skip
     """query (B, H, 1, D), key (B, K, S, D), value (B, K, S, Dv) -> (B, 1, H, Dv) of a resolved call."""
-    if call.query_segment_ids is not None and call.key_segment_ids is not None:
-        same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
-        mask = same if call.mask is None else call.mask & same
-        call = call._replace(mask=mask, query_segment_ids=None, key_segment_ids=None)
+    call = cpp_call.with_segments_as_mask(call)
     output: Tensor = torch.ops.easytorch_cpu.decode.default(
         query,
         last_dim_contiguous(key),

@@ -10,6 +10,10 @@
 struct DecodeCache {
   const void* data;
   int64_t of_batch, of_head, of_key;
+  // Of codes of one byte (cpu/codes.h): a number is code * scale, rounded to the query's dtype. The scales of a key's head
+  // lie one after another, each of `group_size` codes; strides as above.
+  const float* scale;
+  int64_t scale_of_batch, scale_of_head, scale_of_key, group_size;
 };
 
 struct DecodeCall {
@@ -18,6 +22,8 @@ struct DecodeCall {
   DecodeCache key, value;
   ScoreRules rules;  // its matrices are (B, H, 1, S)
   void* output;      // (B, H, Dv), contiguous
+  int32_t codes;     // the kind of codes of key and value, 0: numbers of `dtype`
+  int64_t first;     // the number of the first key of a dense cache, which others precede
 };
 
 // Key j of a sequence lies in slot j % size of page table[j / size - first].
@@ -35,6 +41,7 @@ struct DecodePart {
   float* sums;
   const DecodePages* pages;  // or null: the cache is dense
   const int64_t* seen;       // the first key of each query of a group and that after its last; null where all see all
+  char* decoded;             // of codes: `decoded_bytes` of memory
 };
 
 struct DecodeFunctions {
@@ -42,6 +49,7 @@ struct DecodeFunctions {
   SkinnyPacking (*packing)(int32_t dtype);
   void (*pack)(const void* row, int64_t stride, int32_t dtype, int64_t k, int64_t m, SkinnyPacking packing, void* out);
   int64_t (*sums_row)(int64_t value_dim);
+  int64_t (*decoded_bytes)(const DecodeCall* call);
   void (*attend)(const DecodeCall* call, const DecodePart* part);
   // The output of head h of sequence b from its sums over `parts` ranges of keys, `stride` numbers apart.
   void (*combine)(const DecodeCall* call, int64_t b, int64_t h, float* sums, int64_t parts, int64_t stride);

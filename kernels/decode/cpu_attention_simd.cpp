@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "../cpu/codes.h"
 #include "../cpu/functions.h"
 #include "../cpu/pack.h"
 
@@ -19,13 +20,11 @@ constexpr int PAIR = 2 * WIDTH;
 struct InOrder {
   static inline int position(int i) { return i; }
 };
-struct ValuesFloat32 : InOrder {
-  typedef float Number;
+struct ValuesFloat32 : InOrder, NumbersFloat32 {
   static inline void load_pair(const Number* p, Floats& a, Floats& b) { a = load(p), b = load(p + WIDTH); }
 };
 #if defined(__AVX512F__)
-struct ValuesBFloat16 {  // even ones are moved up 16 bits, odd ones are in place already
-  typedef uint16_t Number;
+struct ValuesBFloat16 : NumbersBFloat16 {  // even ones are moved up 16 bits, odd ones are in place already
   static inline int position(int i) { return i % 2 * WIDTH + i / 2; }
   static inline void load_pair(const Number* p, Floats& a, Floats& b) {
     const __m512i bits = _mm512_loadu_si512(p);
@@ -34,15 +33,13 @@ struct ValuesBFloat16 {  // even ones are moved up 16 bits, odd ones are in plac
   }
 };
 #else
-struct ValuesBFloat16 : InOrder {
-  typedef uint16_t Number;
+struct ValuesBFloat16 : InOrder, NumbersBFloat16 {
   static inline void load_pair(const Number* p, Floats& a, Floats& b) {
     a = load_bfloat16(p), b = load_bfloat16(p + WIDTH);
   }
 };
 #endif
-struct ValuesFloat16 : InOrder {
-  typedef uint16_t Number;
+struct ValuesFloat16 : InOrder, NumbersFloat16 {
   static inline void load_pair(const Number* p, Floats& a, Floats& b) {
     a = load_float16(p), b = load_float16(p + WIDTH);
   }
@@ -298,7 +295,7 @@ void attend_dense(const DecodeCall& c, const DecodePart& part) {
   const bool heads_inside = c.key.of_head < c.key.of_key;
   const int64_t heads = part.kv_end - part.kv_begin, blocks = (part.to - part.from + BLOCK - 1) / BLOCK;
   const auto rows = [&](const DecodeCache& cache, int64_t kv, int64_t from) {
-    return EvenRows<Number>{row_of<Number>(cache, part.b, kv, from), cache.of_key};
+    return EvenRows<Number>{row_of<Number>(cache, part.b, kv, from - c.first), cache.of_key};
   };
   for (int64_t i = 0; i < heads * blocks; ++i) {
     const int64_t nth = heads_inside ? i % heads : i / blocks, block = heads_inside ? i / heads : i % blocks;
@@ -349,6 +346,45 @@ void attend_pages(const DecodeCall& c, const DecodePart& part) {
   }
 }
 
+int64_t decoded_bytes(const DecodeCall* c) {
+  return c->codes == NO_CODES ? 0 : BLOCK * (c->dim + c->value_dim) * (c->dtype == FLOAT32 ? 4 : 2);
+}
+
+// Keys and values of one byte, dense or in pages: those of a block and head are decoded, and attended to as others are.
+template <class Kind, class Values, class Codes>
+void attend_codes(const DecodeCall& c, const DecodePart& part) {
+  typedef typename Values::Number Number;
+  Number* const keys = reinterpret_cast<Number*>(part.decoded);
+  Number* const values = keys + BLOCK * c.dim;
+  int64_t batch[2 * BLOCK], slot[2 * BLOCK];  // where the keys of a block and of the next one lie
+  const auto decoded = [&](const DecodeCache& cache, int64_t kv, int64_t dim, int count, int following, Number* out) {
+    const auto row = [&](int j) {
+      return static_cast<const uint8_t*>(cache.data) + batch[j] * cache.of_batch + kv * cache.of_head + slot[j] * cache.of_key;
+    };
+    for (int j = 0; j < count; ++j) {
+      for (int64_t d = 0; d < dim && j < following; d += 64) __builtin_prefetch(row(BLOCK + j) + d, 0, 2);
+      const int64_t at = batch[j] * cache.scale_of_batch + kv * cache.scale_of_head + slot[j] * cache.scale_of_key;
+      decode_row<Codes, Values>(row(j), cache.scale + at, cache.group_size, dim, out + j * dim);
+    }
+    return EvenRows<Number>{out, dim};
+  };
+  for (int64_t from = part.from; from < part.to; from += BLOCK) {
+    const int count = within(part.to - from), following = within(part.to - from - BLOCK);
+    for (int j = 0; j < BLOCK + following && j < 2 * BLOCK; ++j) {
+      const int64_t key = from + j - c.first;
+      if (j >= count && j < BLOCK) continue;
+      batch[j] = part.pages == nullptr ? part.b : part.pages->table[key / part.pages->size - part.pages->first];
+      slot[j] = part.pages == nullptr ? key : key % part.pages->size;
+    }
+    for (int64_t kv = part.kv_begin; kv < part.kv_end; ++kv) {
+      if (hides_all(c, part.b, kv, from, count)) continue;
+      one_block<Kind, Values>(c, part, kv, decoded(c.key, kv, c.dim, count, following, keys),
+                              decoded(c.value, kv, c.value_dim, count, following, values), from, count,
+                              Ahead<EvenRows<Number>>());
+    }
+  }
+}
+
 template <class Kind, class Values>
 void attend_as(const DecodeCall& c, const DecodePart& part) {
   const int64_t row = sums_row(c.value_dim);
@@ -356,6 +392,12 @@ void attend_as(const DecodeCall& c, const DecodePart& part) {
     float* sums = part.sums + h * row;
     memset(sums, 0, static_cast<size_t>(row) * sizeof(float));
     sums[0] = HIDDEN;
+  }
+  switch (c.codes) {
+    case CODES_INT8: return attend_codes<Kind, Values, CodesInt8>(c, part);
+    case CODES_E4M3FN: return attend_codes<Kind, Values, CodesE4M3FN>(c, part);
+    case CODES_E5M2: return attend_codes<Kind, Values, CodesE5M2>(c, part);
+    default: break;
   }
   return part.pages == nullptr ? attend_dense<Kind, Values>(c, part) : attend_pages<Kind, Values>(c, part);
 }
@@ -412,4 +454,4 @@ void combine(const DecodeCall* call, int64_t b, int64_t h, float* sums, int64_t 
 }  // namespace
 
 extern const DecodeFunctions EASYTORCH_NAME(decode);
-const DecodeFunctions EASYTORCH_NAME(decode) = {packing, pack, sums_row, attend, combine};
+const DecodeFunctions EASYTORCH_NAME(decode) = {packing, pack, sums_row, decoded_bytes, attend, combine};

@@ -3,10 +3,12 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "../attention/cpu_call.h"
 #include "../cpu/levels.h"
+#include "../decode/cpu_code_cache.h"
 
 EASYTORCH_TABLE(DecodeFunctions, decode)
 
@@ -40,7 +42,7 @@ struct Block {
 
 DecodeCache pool_of(const Tensor& pages) {
   require(pages.sizes[3] <= 1 || pages.strides[3] == 1, "ragged_page: the last dimension must be contiguous");
-  return {pages.data, pages.strides[0], pages.strides[2], pages.strides[1]};
+  return {pages.data, pages.strides[0], pages.strides[2], pages.strides[1], nullptr, 0, 0, 0, 0};
 }
 
 // What each row sees, as keys [seen[2 * row], seen[2 * row + 1]), blocks of rows, and the pages in use, all checked: the
@@ -113,13 +115,16 @@ int64_t split(Plan& plan, int64_t numbers_of_row) {
 }
 
 // query (N, H, D), key_pages (P, size, K, D), value_pages (P, size, K, Dv), context_lens (B,), block_tables (B, columns),
-// query_start_loc (B + 1,) and the record of the call; row i of a sequence of T rows and S keys sees the keys from
+// query_start_loc (B + 1,), key_scale (P, size, K, groups) and value_scale of pages of one byte and how many codes share a
+// scale, and the record of the call; row i of a sequence of T rows and S keys sees the keys from
 // i + S - T - left to i + S - T + right -> (N, H, Dv), zeros of rows of no sequence or of one of more than most_rows.
 void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), value(stack[2]), context_lens(stack[3]), block_tables(stack[4]),
       query_start_loc(stack[5]);
-  const AttentionCall given(stack + 6);
-  const uint64_t* const after = stack + 6 + AttentionCall::FIELDS;
+  const OptionalTensor key_scale(stack[6]), value_scale(stack[7]);
+  const int64_t group_size = static_cast<int64_t>(stack[8]);
+  const AttentionCall given(stack + 9);
+  const uint64_t* const after = stack + 9 + AttentionCall::FIELDS;
   const int64_t most_rows = static_cast<int64_t>(after[0]), level = static_cast<int64_t>(after[1]);
   require(query.dim == 3 && key.dim == 4 && value.dim == 4, "ragged_page takes (N, H, D) and pages of four dimensions");
   const int64_t tokens = query.sizes[0], heads = query.sizes[1], dim = query.sizes[2], value_dim = value.sizes[3];
@@ -129,7 +134,10 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
   require(key.sizes[3] == dim && value.sizes[0] == page_count && value.sizes[1] == page_size &&
               value.sizes[2] == kv_heads,
           "ragged_page: query, key_pages and value_pages do not fit");
-  require(key.dtype == query.dtype && value.dtype == query.dtype, "ragged_page takes one dtype");
+  const int32_t codes = key_scale ? codes_of(key.dtype) : NO_CODES;
+  require(key.dtype == value.dtype && (codes != NO_CODES || key.dtype == query.dtype),
+          "ragged_page takes one dtype, or pages of int8 or float8 with their scales");
+  require(static_cast<bool>(key_scale) == static_cast<bool>(value_scale), "ragged_page: keys and values have scales");
   const int32_t dtype = element_of(query.dtype);
   require(dtype >= 0, "ragged_page takes float32, bfloat16 or float16");
   require(!given.mask && !given.bias, "ragged_page has no mask and no bias");
@@ -139,8 +147,11 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t sizes[3] = {tokens, heads, value_dim};
   Tensor output(empty(3, sizes, query.dtype));
   const DecodeFunctions& functions = decode_of(level);
-  const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, pool_of(key), pool_of(value),
-                        given.rules(1, heads, 1, 0), output.data};
+  DecodeCall call{dtype, heads, kv_heads, dim, value_dim, pool_of(key), pool_of(value),
+                  given.rules(1, heads, 1, 0), output.data, codes, 0};
+  if (codes != NO_CODES) {
+    give_scales(call.key, key, *key_scale, group_size, 2), give_scales(call.value, value, *value_scale, group_size, 2);
+  }
   const int64_t group = heads / kv_heads, rows_of_block = group < QUERIES ? QUERIES / group : 1;
   Plan plan = plan_of(tokens, page_count, page_size, Numbers(context_lens), Numbers(block_tables),
                       Numbers(query_start_loc), given.left, given.right, most_rows, rows_of_block);
@@ -188,7 +199,7 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
     }
   }
   const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(count)]);
-  const auto attend = [&](const Task& task) {
+  const auto attend = [&](const Task& task, char* decoded) {
     const Block& block = plan.blocks[task.block];
     const int64_t keys = block.to - block.from, each = ((keys + block.parts - 1) / block.parts + 63) / 64 * 64;
     const int64_t from = block.from + task.part * each, to = from + each < block.to ? from + each : block.to;
@@ -197,15 +208,21 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
                           by_head ? task.kv + 1 : kv_heads, block.rows * group,
                           queries.get() + block.row * bytes_of_row,
                           sums.get() + block.sums + task.part * block.rows * heads * row, &pages,
-                          block.rows == 1 ? nullptr : seen.get() + 2 * block.row * group};
+                          block.rows == 1 ? nullptr : seen.get() + 2 * block.row * group, decoded};
     functions.attend(&call, &part);
   };
   const int64_t task_count = static_cast<int64_t>(tasks.size());
   // a thread takes the next task when it has done one: they differ in length
   std::atomic<int64_t> next{0};
+  std::atomic<bool> short_of_memory{false};
+  const int64_t bytes = functions.decoded_bytes(&call);
   parallel_for(task_count, 1 + task_count * GRAIN / (numbers + 1), [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < task_count; i = next++) attend(tasks[static_cast<size_t>(i)]);
+    const std::unique_ptr<char[]> decoded(bytes == 0 ? nullptr : new (std::nothrow) char[static_cast<size_t>(bytes)]);
+    const bool enough = bytes == 0 || decoded != nullptr;
+    if (!enough) short_of_memory = true;
+    for (int64_t i = next++; i < task_count && enough; i = next++) attend(tasks[static_cast<size_t>(i)], decoded.get());
   });
+  require(!short_of_memory, "not enough memory for a task");
   parallel_for(blocks, 1 + blocks * GRAIN / (count + 1), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Block& block = plan.blocks[static_cast<size_t>(i)];
@@ -226,7 +243,8 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
 void register_ragged_page(Library& library) {
   library.define(
       "ragged_page(Tensor query, Tensor key_pages, Tensor value_pages, Tensor context_lens, Tensor block_tables, "
-      "Tensor query_start_loc, " ATTENTION_CALL ", int most_rows, int level) -> Tensor",
+      "Tensor query_start_loc, Tensor? key_scale, Tensor? value_scale, int group_size, " ATTENTION_CALL
+      ", int most_rows, int level) -> Tensor",
       "ragged_page", ragged_page);
 }
 

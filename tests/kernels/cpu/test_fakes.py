@@ -48,7 +48,13 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("flash_backward", (output, query, key, value, output, lse, *plain, TOP)),
         ("flash_backward", (output, query, key, value, output, lse, *sinks, TOP)),
         ("decode", (ones(2, 4, 1, 8), ones(2, 2, 5, 8), ones(2, 2, 5, 6), None, *plain, TOP)),
-        ("ragged_page", (ones(3, 4, 8), ones(2, 4, 2, 8), ones(2, 4, 2, 6), *tables, *AttentionCall(right=0), 9, TOP)),
+        ("decode_codes", (
+            ones(2, 4, 1, 8), ones(2, 2, 5, 8).to(torch.int8), ones(2, 2, 5, 6).to(torch.int8), ones(2, 2, 5, 2),
+            ones(2, 2, 5, 2), ones(2, 2, 3, 8), ones(2, 2, 3, 6), None, 4, *plain, TOP,
+        )),
+        ("ragged_page", (
+            ones(3, 4, 8), ones(2, 4, 2, 8), ones(2, 4, 2, 6), *tables, None, None, 1, *AttentionCall(right=0), 9, TOP,
+        )),
         ("attention_step", (
             step, ones(6), *dense * 4, NONE, NONE, *no_angles, cache, cache.clone(), *plain,
             1e-5, 1e-5, 0, 1, 2, 1, TOP,

@@ -21,7 +21,7 @@ from tests.kernels.linear.guard import guarded
 from tests.kernels.quantized_matmul.blocks import random_blocks
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
-FORMATS = ("int8", "int4", "fp4_e2m1", *BLOCKS)
+FORMATS = ("int8", "int4", "fp4_e2m1", "q8_0", "q4_0", "q4_k", "q6_k")
 
 
 def weights(format: str, seed: int) -> Iterator[QuantizedWeight]:

@@ -165,9 +165,9 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     """By itself, too: no number in a table makes it read outside of the pools."""
     batch = make([1, 3], [9, 20], heads=4, dim=8, value_dim=6, page_size=4)
     query, keys, values, lens, tables, starts = batch
-    good = [*batch, *AttentionCall(left=5, right=0), 9, library.BEST]
+    good = [*batch, None, None, 1, *AttentionCall(left=5, right=0), 9, library.BEST]
     mask, bias, sinks, left, right = (
-        6 + AttentionCall._fields.index(name) for name in ("mask", "bias", "sinks", "left", "right")
+        9 + AttentionCall._fields.index(name) for name in ("mask", "bias", "sinks", "left", "right")
     )
     assert torch.ops.easytorch_cpu.ragged_page.default(*good).shape == (4, 4, 6)
 
@@ -187,6 +187,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         (4, put(tables, (1, 3), -(2**63))), (5, starts[:2]), (5, put(starts, 0, 1)), (5, put(starts, 1, 5)),
         (5, put(starts, 2, 5)), (5, put(starts, 1, -1)), (5, put(starts, 2, 2**63 - 1)), (5, starts.bool()),
         (sinks, torch.zeros(3)), (sinks, torch.zeros(8)[::2]), (mask, torch.ones(1, dtype=torch.bool)),
+        (6, torch.ones(9, 4, 2, 1)), (7, torch.ones(9, 4, 2, 1)),
         (bias, torch.zeros(1)), (left, 2**62), (left, -(2**62)), (right, 2**62), (right, -(2**62)),
     ):  # fmt: skip
         given = list(good)
