@@ -137,8 +137,8 @@ class QuantizedLinear(nn.Linear):
 
     def _gains(self, input: Tensor) -> bool:
         """Whether the product of this input is one for which the codes should be laid out."""
-        few = 0 < input.numel() <= cpu.FEW_ROWS * self.in_features
-        return few and not watched(self) and cpu.prefers(input, self.quantized, self.bias)
+        few = 0 < input.numel() <= cpu.MOST_INTERLEAVED_ROWS * self.in_features
+        return few and not watched(self) and cpu.prefers(input.flatten()[: self.in_features], self.quantized, self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.separate()  # the tensors of a state dict are the module's own

@@ -13,7 +13,7 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int MOST_ROWS_OF_X = 16;
+constexpr int MOST_ROWS_OF_X = 2048;
 constexpr int64_t LINE = 64, SCALES = 32;
 // Columns that share a power of two in x.
 constexpr int GROUP = 32;
@@ -475,14 +475,21 @@ void rows_of_x(const QuantizedProduct& p, int64_t n, int64_t m, int64_t count) {
   }
 }
 
-// begin and end: multiples of 16. Later rows of x find the 16 rows in the cache.
+// Bytes of x that stay in the L2 cache beside 16 rows of the weight.
+constexpr int64_t CACHED = 1 << 19;
+
+// begin and end: multiples of 16. Later rows of x find the 16 rows in the cache, and the next 16 rows the rows of x.
 void run(const QuantizedProduct* p, int64_t begin, int64_t end) {
   const bool three = *Packed(p->x, p->m, p->k).parts == 3;
   const int64_t most = rows_at_once(p->format, three ? 3 : 2), parts = (p->m + most - 1) / most;
-  for (int64_t n = begin; n < end; n += WIDTH) {
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t from = p->m * part / parts, count = p->m * (part + 1) / parts - from;
-      three ? rows_of_x<3>(*p, n, from, count) : rows_of_x<2>(*p, n, from, count);
+  const int64_t fitting = CACHED / (most * (p->k / GROUP) * static_cast<int64_t>(sizeof(Columns))), block = fitting > 1 ? fitting : 1;
+  for (int64_t first = 0; first < parts; first += block) {
+    const int64_t last = first + block < parts ? first + block : parts;
+    for (int64_t n = begin; n < end; n += WIDTH) {
+      for (int64_t part = first; part < last; ++part) {
+        const int64_t from = p->m * part / parts, count = p->m * (part + 1) / parts - from;
+        three ? rows_of_x<3>(*p, n, from, count) : rows_of_x<2>(*p, n, from, count);
+      }
     }
   }
 }

@@ -146,11 +146,11 @@ def test_models(name, format_, tmp_path):
         settings = model.config.quantization_config
         direct = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "large", quantization_config=settings)
         assert torch.equal(direct(IDS).logits, logits)
-    before = {key: one.clone() for key, one in again.named_buffers() if one.dtype != torch.float32}
+    before = {key: one.clone() for key, one in protocol.graphother(again).items() if one.dtype != torch.float32}
     again.to(torch.bfloat16)
     assert {one.weight.dtype for one in again.modules() if isinstance(one, QuantizedLinear)} <= {torch.bfloat16}
     assert {one.dtype for one in protocol.dequantize(copy.deepcopy(again)).parameters()} == {torch.bfloat16}
-    assert all(torch.equal(one, before[key]) for key, one in again.named_buffers() if key in before)
+    assert all(torch.equal(one, before[key]) for key, one in protocol.graphother(again).items() if key in before)
     assert again(IDS).logits.dtype == torch.bfloat16
 
 

@@ -129,6 +129,16 @@ def test_numbers_that_stand_out(dtype: torch.dtype) -> None:
 
 
 @needs_library
+def test_more_rows_than_the_cache_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = quantize(torch.randn(32, 608, generator=generator), "int8"), torch.randn(801, 608, generator=generator)
+    for dtype in cpu.DTYPES:
+        expected = native.quantized_matmul(x.to(dtype).double(), weight)
+        found = cpu.run(x.to(dtype), laid_out(weight), None, library.BEST)
+        assert relative_rms_error(found, expected) <= TOLERANCE[dtype] / 2
+
+
+@needs_library
 def test_a_zero_point_cancels_beside_a_number_that_stands_out() -> None:
     numbers = torch.rand(16, 128, generator=torch.Generator().manual_seed(0)) + 0.5
     numbers[:, 7] = 0.0
