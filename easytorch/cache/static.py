@@ -51,7 +51,10 @@ def static_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int
 
 
 def reads_little(model: Any, rows: int, length: int) -> bool:
-    """Whether a cache of fixed size, all of which is read at every token, is small beside the weights."""
+    """Whether a cache of fixed size, all of which is read at every token, is small beside the weights, and changes no
+    token."""
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     config: Any = model.config.get_text_config(decoder=True)
+    if INDEXED in (getattr(config, "layer_types", None) or ()):
+        return False  # of keys that score alike the indexer takes others where the row is longer
     return bool(weights >= _WEIGHTS * static_bytes(config, rows, length, model.dtype))
