@@ -251,6 +251,9 @@ def _broadcast(model: nn.Module, mesh: Any) -> None:
     """Broadcast the values of the mesh's first rank to the others, along one axis after the other."""
     import torch.distributed as dist
 
+    # Asking for it lays the codes of quantized layers as they are saved: bytes are sent as they lie, and on each rank
+    # that is as the products that it has computed read them.
+    model.state_dict()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         source = dist.get_global_rank(group, 0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from easytorch.argument_types import check_types
 from easytorch.bridge.core.sizes import human_size
+from easytorch.layers.quantized import separate_codes
 
 _T = TypeVar("_T")
 
@@ -18,6 +19,7 @@ _T = TypeVar("_T")
 def get_module_repr(module: nn.Module) -> str:
     """A module's own parameters and buffers in words: `weight: float32 (64, 32), bias: float32 (64,)`."""
     _check_module(module)
+    separate_codes(module)
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return ", ".join(f"{name}: {_tensor_repr(tensor)}" for name, tensor in own)
 
@@ -37,6 +39,7 @@ def prettify_nnx(
     tensors by name, whose shapes are shown instead of the module's own.
     """
     _check_module(module)
+    separate_codes(module)
     return "\n".join(_lines(module, "", indent, depth, max_depth, module_param, ""))
 
 

@@ -171,6 +171,9 @@ def _replicated(model: PreTrainedModel, task: Task, processes: Processes) -> Dis
     with processes.together():
         unused = _has_unused(model, task, on_device(task.rows(task.sample(processes.rank)), processes.device))
     find = processes.any(unused)
+    # Lays the codes of quantized layers as they are saved: buffers are broadcast byte by byte, and a rank whose sample
+    # was short has interleaved them.
+    model.state_dict()
     return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=find)
 
 

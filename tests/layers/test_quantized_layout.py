@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from easytorch.distributed.sharding import _broadcast
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.quantized_matmul.interleaved import interleave
 from easytorch.layers.quantized import QuantizedLinear
 from easytorch.layers.quantized_formats import FormatSettings
+from easytorch.protocol.display import get_module_repr, prettify_nnx
 
 pytestmark = pytest.mark.skipif(
     library.missing() is not None or not processor.BFLOAT16_DOT_PRODUCTS,
@@ -117,3 +120,18 @@ def test_codes_that_stay_as_they_are() -> None:
     with torch.no_grad():
         compiled(x)
     assert not is_interleaved(compiled._orig_mod)
+
+
+def test_what_sends_or_shows_the_codes_has_them_as_they_are_saved() -> None:
+    """Ranks are sent rank 0's bytes, whatever they have computed before."""
+    one = layer(FORMATS[1])
+    shown = get_module_repr(one)
+    assert "weight_codes: uint8 (48, 64)" in shown
+    decode(one)
+    assert is_interleaved(one)
+    _broadcast(one, SimpleNamespace(ndim=0))
+    assert not is_interleaved(one)
+    decode(one)
+    assert get_module_repr(one) == shown
+    decode(one)
+    assert "weight_codes: uint8 (48, 64)" in prettify_nnx(one)
