@@ -5,8 +5,8 @@ of the weight are interleaved (interleaved.py), up to four where they lie one af
 bfloat16; of more rows the weight is decoded a few rows at a time; elsewhere codes are decoded to float32 as they are
 accumulated.
 
-Such integers share a power of two over 32 columns, or 128 or 256. Where one number of x is so much larger than the
-others there that they would lose more than their dtype does, the row is computed with one byte more or in float32
+Such integers share a power of two over 32 columns, or 128 or 256. Where a few numbers of x are so much larger than
+most others there that these would lose more than their dtype does, the row is computed with one byte more or in float32
 (`stands_out` in cpu_integers.h).
 """
 

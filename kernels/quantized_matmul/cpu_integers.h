@@ -14,6 +14,9 @@ constexpr int most_bytes_of(int32_t dtype) { return dtype == FLOAT32 ? 3 : 2; }
 // The most that the largest number of a step may be times the mean of the others that are not 0: beside a larger one they
 // would lose more than their dtype does, which counts where the weight is 0 under the large one.
 constexpr float greatest_ratio(int32_t dtype) { return dtype == BFLOAT16 ? 256.0f : 48.0f; }
+// The least that it may be times the mean of all but a few large numbers, which do not hide one another so. Activations behind a
+// gate, most of which are small, stay below; in float16 the others may lose a few times what it rounds.
+constexpr float LEAST_RATIO_OF_MOST = 256.0f;
 // x becomes integers below 2**(exponent + 1): four products of a signed byte and such an integer fit 32 bits.
 constexpr int exponent_of(int bytes) { return bytes == 3 ? 20 : 13; }
 // A row whose largest number is below it is computed in float32: its factor would be no normal number.
@@ -88,17 +91,25 @@ inline uint32_t largest_bits(const float* numbers, int count) {
   return _mm512_reduce_max_epu32(most);
 }
 
-// Whether the largest of `count` numbers, given by its bits, is more than `ratio` times the mean of the others that are not 0.
+// Whether the largest of `count` numbers, given by its bits, is more than `ratio` times the mean of the others that are not 0;
+// or, where a few are large, more than that (or LEAST_RATIO_OF_MOST) times the mean of the rest. Of the few are those that
+// reach 8 times the mean that the rest may have; the rest are 7 of 8 or more.
 inline bool stands_out(const float* numbers, int count, uint32_t largest, float ratio) {
-  Floats total = zeros();
-  int nonzero = 0;
+  const float top = from_bits(largest), most = top / (ratio > LEAST_RATIO_OF_MOST ? ratio : LEAST_RATIO_OF_MOST);
+  const Floats limit = broadcast(8.0f * most);
+  Floats total = zeros(), total_of_small = zeros();
+  int nonzero = 0, small = 0;
   for (int i = 0; i < count; i += WIDTH) {
     const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(numbers + i), _mm512_set1_epi32(0x7fffffff));
-    nonzero += __builtin_popcount(_mm512_test_epi32_mask(bits, bits));
-    total = add(total, _mm512_castsi512_ps(bits));
+    const Floats magnitudes = _mm512_castsi512_ps(bits);
+    const __mmask16 some = _mm512_test_epi32_mask(bits, bits);
+    const __mmask16 below = _mm512_mask_cmp_ps_mask(some, magnitudes, limit, _CMP_LT_OQ);
+    nonzero += __builtin_popcount(some), small += __builtin_popcount(below);
+    total = add(total, magnitudes);
+    total_of_small = _mm512_mask_add_ps(total_of_small, below, total_of_small, magnitudes);
   }
-  const float top = from_bits(largest);
-  return top * static_cast<float>(nonzero - 1) > ratio * (sum(total) - top);
+  if (top * static_cast<float>(nonzero - 1) > ratio * (sum(total) - top)) return true;
+  return small > 0 && 8 * small >= 7 * (nonzero - 1) && sum(total_of_small) < most * static_cast<float>(small);
 }
 
 // The 64 bytes of vector v from those of the step's columns.

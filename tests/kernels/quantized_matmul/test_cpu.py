@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -136,20 +137,23 @@ def test_rows_become_integers_of_enough_bits(dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_number_that_stands_out_beside_quiet_columns(dtype: torch.dtype) -> None:
-    """It has the others of its step rounded like itself, which counts where its own weight is 0."""
+    """It has the others of its step rounded like itself, which counts where its own weight is 0. A few as large do not
+    hide it."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(16, 512, generator=generator)
-    numbers[:, 200] = 0.0
+    numbers[:, 200:204] = 0.0
     for format in ("int8", "int4"):
         weight = quantize(numbers, format, 128)
-        for times in (50.0, 1e2, 1e3, 1e4, 6e4):
+        for times, end in itertools.product((50.0, 1e2, 1e3, 1e4, 6e4), (201, 204)):
+            if end > 201 and times < 1e3:
+                continue  # too close to the others: float16 loses a few roundings
             x = torch.randn(3, 512, generator=generator)
-            x[1, 200] = times
+            x[1, 200:end] = times
             x[2] = torch.where(torch.arange(512) % 5 == 0, x[2], 0.0)
             x = x.to(dtype)
             expected = native.quantized_matmul(x.double(), weight)
             for got, want in zip(cpu.run(x, weight, None, library.BEST), expected, strict=True):
-                assert relative_rms_error(got, want) <= TOLERANCE[dtype], (format, times)
+                assert relative_rms_error(got, want) <= TOLERANCE[dtype], (format, times, end)
 
 
 @needs_library
