@@ -57,7 +57,7 @@ def unwrapped(model: Any) -> Any:
 
 def static_refusal(model: CausalLM) -> str | None:
     """Why a model cannot use a static cache; None where it can."""
-    from transformers.masking_utils import AttentionMaskInterface
+    from easytorch.layers.masks import slots_refusal
 
     inner = unwrapped(model)
     layers = layers_of(inner)
@@ -65,9 +65,7 @@ def static_refusal(model: CausalLM) -> str | None:
         return "its forward takes no position_ids"
     if unknown := [layer_type for layer_type, create in layers.masks_of.items() if create is None]:
         return f"it has {', '.join(unknown)} layers"
-    if (attention := layers.config._attn_implementation) not in AttentionMaskInterface().valid_keys():
-        return f"no mask is registered for its attention {attention!r}"
-    return None
+    return slots_refusal(layers.config)
 
 
 def static_lengths(model: CausalLM, prompt: int, max_new_tokens: int) -> tuple[int, int]:

@@ -32,8 +32,10 @@ _DEPENDS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 class HostReads(TorchDispatchMode):
     """Notes which operators wait for the device: those that read a value, or copy between it and the host.
 
-    What an operator of ours does inside is not seen.
+    What an operator of ours, or a higher-order one, does inside is not seen.
     """
+
+    supports_higher_order_operators = True  # those of a registered attention, such as flex_attention
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ def _waits(func: Any, args: tuple[Any, ...], output: Any) -> bool:
         # a number made on the host is an argument of the kernel that fills
         filled = func is _aten.copy_.default and source.dim() == 0 and source.is_cpu
         return isinstance(output, Tensor) and output.device != source.device and not filled
-    return any(tag in func.tags for tag in _DEPENDS)
+    return any(tag in getattr(func, "tags", ()) for tag in _DEPENDS)  # a higher-order operator has none
 
 
 class CapturedStep(Generic[T]):

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
+    flash_attention_mask,
+    flex_attention_mask,
 )
 
 from easytorch.layers.config import attn_implementation
@@ -34,6 +37,26 @@ MASKS_OF: dict[str, Callable[..., Any]] = {
     SLIDING: create_sliding_window_causal_mask,
     CHUNKED: chunked_mask,
 }
+
+
+def slots_refusal(config: Any) -> str | None:
+    """Why the attention that `config` names does not know the empty slots of a static cache; None where its mask, of
+    all slots, hides them."""
+    name = attn_implementation(config)
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        return f"no mask is registered for its attention {name!r}"
+    if ALL_MASK_ATTENTION_FUNCTIONS[name] is flash_attention_mask:
+        return f"the mask of its attention {name!r} is that of the padding, which says nothing of empty slots"
+    return None
+
+
+def masks_refusal(config: Any) -> str | None:
+    """Why the masks of a step over a static cache cannot be captured; None where they are tensors of one shape."""
+    name = attn_implementation(config)
+    if (reason := slots_refusal(config)) is None and ALL_MASK_ATTENTION_FUNCTIONS[name] is flex_attention_mask:
+        return f"the masks of its attention {name!r} are no tensors"
+    return reason
+
 
 # A tensor, None where is_causal suffices, or what a registered attention takes as its mask (flex attention).
 Masks = Mapping[str, Any]

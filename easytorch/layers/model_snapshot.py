@@ -13,6 +13,7 @@ from torch.nn.modules import module as global_hooks
 
 from easytorch.layers.config import wants_attentions
 from easytorch.layers.linear import watched
+from easytorch.layers.masks import masks_refusal
 from easytorch.operations.dispatch import environment
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -97,4 +98,4 @@ def capture_refusal(model: nn.Module, *, before_prompt: bool = False) -> str | N
     config: Any = getattr(model, "config", None)
     if wants_attentions(config) or getattr(config, "output_hidden_states", False):
         return "the model's config asks for attentions or hidden states"
-    return None
+    return masks_refusal(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else None

@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import flash_attention_mask
 
 import easytorch
 from easytorch.cache import Chunk, DecodeStep, RaggedPagesCache, RaggedPagesMetadata, RaggedStep, StateSlots
@@ -200,6 +201,40 @@ def test_a_step_that_reads_a_value_runs_eagerly(graphs, monkeypatch, caplog):
     assert "aten.item.default waits for the device" in engine.eager_reason
     assert torch.equal(tokens(model, None), want)
     assert graphs["captured"] == 0 and "decoding runs without a CUDA graph" in caplog.text
+
+
+def _cut_by_its_mask(module, query, key, value, mask, scaling=None, **_):
+    """As flash-attn's: keys of padding are cut out, and the last query sees the last key."""
+    key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
+    seen = torch.ones(key.shape[0], key.shape[2]) if mask is None else mask[:, : key.shape[2]]
+    seen = torch.nn.functional.pad(seen, (0, key.shape[2] - seen.shape[1])).bool()
+    ends = int(seen.sum(-1).max()) if mask is None else mask.shape[1]
+    places = torch.arange(ends - query.shape[2], ends)[:, None] >= torch.arange(key.shape[2])
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~(places & seen[:, None, None]), -1e9)
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("mask", [flash_attention_mask, None])
+def test_an_attention_that_does_not_know_the_slots_of_a_static_cache(mask, monkeypatch):
+    """Its masks are those of padding, or none: there is no static cache that it was not asked to take."""
+    model = model_of("llama")
+    ids = IDS if mask is not None else IDS[1:2]  # without a mask there is no padding
+
+    def generated():
+        rows = MASK[: len(ids)] if mask is not None else None
+        loop = generate_tokens(model, ids, rows, max_new_tokens=6, eos_token_id=[])
+        settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        return torch.stack(list(loop), 1), model.generate(ids, attention_mask=rows, **settings)[:, ids.shape[1] :]
+
+    want, name = generated()[0], "cuts_by_padding" if mask else "cuts_nothing"
+    transformers.AttentionInterface.register(name, _cut_by_its_mask)
+    if mask is not None:
+        transformers.AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)
+    with recorded_graphs(monkeypatch) as counts:
+        assert all(torch.equal(one, want) for one in generated()) and counts["warm"] == 0
+    with pytest.raises(ValueError, match=r"cannot use a static cache: .*; use cache='dynamic'"):
+        generate_tokens(model, ids, cache="static")
 
 
 @pytest.fixture

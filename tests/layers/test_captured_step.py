@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch.nn.attention.flex_attention import flex_attention
 
 import easytorch
 from easytorch.layers.captured_step import CapturedStep, HostReads, StaticInputs
@@ -34,6 +35,9 @@ def test_operators_that_wait_for_the_device():
     with HostReads() as reads:
         x[index], x[1:], x.softmax(0).topk(2), torch.where(x > 1, x, 0.0), x.clone().index_put_((index,), x[index])
         x.to(torch.float64), x.masked_fill(x > 1, 0.0), torch.full((2,), 3.0)
+    with torch.compiler.set_stance("force_eager"), HostReads() as others:
+        flex_attention(*torch.ones(3, 1, 1, 2, 16))  # an operator of higher order
+    assert others.found == []
     assert reads.found == []
 
 
@@ -130,6 +134,9 @@ def test_reasons(monkeypatch):
     model.eval()
     model.model.norm.to("meta")
     assert capture_refusal(model) == "the model's tensors are on several devices: cpu, meta"
+    model = tiny()
+    model.set_attn_implementation("flex_attention")
+    assert capture_refusal(model) == "the masks of its attention 'flex_attention' are no tensors"
     model = tiny()
     model.config.output_hidden_states = True
     assert "asks for attentions or hidden states" in capture_refusal(model)
