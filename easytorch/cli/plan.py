@@ -51,6 +51,8 @@ def command(
             sequence_length=sequence_length, micro_batches=micro_batches, optimizer=optimizer, precision=precision,
             recompute=recompute, compiler=compiler,
         )  # fmt: skip
+    except NotImplementedError as error:  # of the model or the mesh that was given
+        raise ValueError(str(error)) from error
     finally:
         logging.disable(logging.NOTSET)
     if as_json:

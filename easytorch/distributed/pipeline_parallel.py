@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from easytorch.distributed.staged_call import check_stages, layers_of_stage
+
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Any], Tensor]  # of a module, which is called by keywords and whose output has a loss, and a batch
 
@@ -31,18 +33,12 @@ class Pipeline:
     scheduled = False  # the model is called as one stage, by a schedule
 
     def __init__(self, model: Any, ranks: DeviceMesh) -> None:
-        kind = type(model).__name__
-        if not hasattr(model, "stage_refusal"):
-            raise NotImplementedError(f"{kind} cannot be divided into stages over pp: native decoders can")
-        if (why := model.stage_refusal()) is not None:
-            raise NotImplementedError(f"{kind} cannot be divided into stages over pp: {why}")
-        layers = model.config.get_text_config().num_hidden_layers
+        check_stages(model, ranks.size(), {})
         self.model, self.ranks = model, ranks
         self.stage, self.stages = ranks.get_local_rank(), ranks.size()
-        if layers < self.stages:
-            raise ValueError(f"{layers} layers do not make pp={self.stages} stages: take at most {layers}")
         self.first, self.last = self.stage == 0, self.stage == self.stages - 1
-        model.keep_layers(*(layers * (self.stage + end) // self.stages for end in (0, 1)))
+        own = layers_of_stage(model.config.get_text_config().num_hidden_layers, self.stage, self.stages)
+        model.keep_layers(own.start, own.stop)
 
     @property
     def device(self) -> torch.device:

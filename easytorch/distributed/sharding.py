@@ -62,7 +62,8 @@ def shard_model(
         _check_sequence(model)
     stages = sizes.get("pp", 1) > 1
     if stages:
-        _check_stages(over_sequence, rules)
+        staged_call.check_stages(model, sizes["pp"], sizes)
+        _check_rules(rules)
     _broadcast(model, mesh)
     if stages:
         staged_call.divide(model, mesh)
@@ -238,9 +239,7 @@ def _check_sequence(model: Any) -> None:
         raise NotImplementedError(f"{kind} cannot divide sequences over sp: {why}")
 
 
-def _check_stages(over_sequence: Any, rules: Mapping[str, PartitionSpec]) -> None:
-    if over_sequence is not None:
-        raise NotImplementedError("pp and sp do not go together: a stage passes on whole sequences")
+def _check_rules(rules: Mapping[str, PartitionSpec]) -> None:
     for name, spec in rules.items():
         if any("pp" in axis_names(one) for one in spec):
             raise ValueError(f"{name}: a partition rule shards it over pp, which divides the layers alone")

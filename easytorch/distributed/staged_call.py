@@ -7,6 +7,7 @@ calls on the loss that it was given. One batch is under way at a time: `Pipeline
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,26 @@ def pipeline_of(model: Any) -> Pipeline | None:
     """The stages of a model that `shard_model` has divided; None for any other."""
     found: Pipeline | None = getattr(model, "__dict__", {}).get(_KEY)
     return found
+
+
+def check_stages(model: Any, stages: int, axes: Mapping[str, int]) -> None:
+    """`NotImplementedError` for a model, or the other axes of its mesh, that do not go with stages; `ValueError` for
+    fewer layers than stages."""
+    kind = type(model).__name__
+    if axes.get("sp", 1) > 1:
+        raise NotImplementedError("pp and sp do not go together: a stage passes on whole sequences")
+    if not hasattr(model, "stage_refusal"):
+        raise NotImplementedError(f"{kind} cannot be divided into stages over pp: native decoders can")
+    if (why := model.stage_refusal()) is not None:
+        raise NotImplementedError(f"{kind} cannot be divided into stages over pp: {why}")
+    layers = model.config.get_text_config().num_hidden_layers
+    if layers < stages:
+        raise ValueError(f"{layers} layers do not make pp={stages} stages: take at most {layers}")
+
+
+def layers_of_stage(layers: int, stage: int, stages: int) -> range:
+    """The places of its layers."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
 def divide(model: Any, mesh: Any) -> Pipeline:
@@ -65,13 +86,14 @@ def _through_stages(stage: Any, pipeline: Pipeline) -> Any:
             inputs["inputs_embeds"] = _Receive.apply(anchor, tuple(shape), pipeline)  # type: ignore[no-untyped-call]
         if not pipeline.last:
             labels = inputs.pop("labels", None)
+            inputs.pop("logits_to_keep", None)  # of the last stage: the hidden states of all tokens go on
             output = stage(**inputs)
             sent = _Send.apply(output.logits, anchor, pipeline)  # type: ignore[no-untyped-call]
             of_last = _from_last(None, pipeline)
             # `sent` is a zero whose gradient is that of the next stage
-            shared = of_last.to(sent.dtype) + sent if of_last.is_floating_point() else of_last
-            output.loss, output.logits = (None, shared) if labels is None else (shared, None)
-            return output
+            shared = of_last + sent if of_last.is_floating_point() else of_last
+            loss, logits = (None, shared) if labels is None else (shared, None)
+            return type(output)(loss=loss, logits=logits)
         output = stage(**inputs)
         _from_last(output.logits if output.loss is None else output.loss, pipeline)
         return output
@@ -85,10 +107,10 @@ def _check(model: Any, inputs: dict[str, Any], positional: int) -> None:
         why = "arguments without a name after use_cache"
     elif inputs.get("past_key_values") is not None or inputs.get("use_cache"):
         why = "a cache of keys and values (use_cache, past_key_values)"
-    elif inputs.get("return_dict") is False:
+    elif not _setting(model, inputs, "return_dict", True):
         why = "return_dict=False"
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if inputs.get(name):
+        if _setting(model, inputs, name, False):
             why = f"{name}, of which each stage has a part"
     if why is not None:
         raise NotImplementedError(
@@ -97,6 +119,12 @@ def _check(model: Any, inputs: dict[str, Any], positional: int) -> None:
         )
     if (inputs.get("input_ids") is None) == (inputs.get("inputs_embeds") is None):
         raise ValueError("give one of input_ids and inputs_embeds")
+
+
+def _setting(model: Any, inputs: dict[str, Any], name: str, default: bool) -> Any:
+    """That of the call, or of the config where the call leaves it open."""
+    given = inputs.get(name)
+    return getattr(model.config, name, default) if given is None else given
 
 
 def _from_last(own: Tensor | None, pipeline: Pipeline) -> Tensor:

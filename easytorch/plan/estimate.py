@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from easytorch.auto.failures import FAILURES, first_line
 from easytorch.backends.xla.aot import Facts
 from easytorch.distributed.mesh import DATA, parse_axes
+from easytorch.distributed.staged_call import check_stages, layers_of_stage
 from easytorch.frontend.optimizer_rules import slots
 from easytorch.frontend.step_layout import Layout, layout_of
 from easytorch.plan.balanced import balance_experts
@@ -20,6 +22,7 @@ from easytorch.plan.compiled import compile_step, compiler_devices
 from easytorch.plan.depth import Layers, layers_of
 from easytorch.plan.devices import Device, device_of
 
+MOST_LAYERS = 10_000
 # precision -> (dtype of parameters, dtype of products)
 PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     "mixed": (torch.float32, torch.bfloat16),
@@ -92,18 +95,26 @@ def make_plan(
 
     Parameters, gradients and the optimizer's state are counted. The rest is the compiler's own figure for the step with
     few layers of each kind, extrapolated to all of them; tokens go to experts evenly. `ValueError` for an unknown
-    device, axis, optimizer or precision, and for a dimension that does not divide, which it names.
+    device, axis, optimizer or precision, and for a dimension that does not divide, which it names;
+    `NotImplementedError` for a model that cannot be divided into the stages of "pp".
     """
     found = device_of(device)
     for value, known, what in ((optimizer, OPTIMIZERS, "optimizer"), (precision, PRECISIONS, "precision")):
         if value not in known:
             raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+    counts = {"batch_size": batch_size, "sequence_length": sequence_length, "micro_batches": micro_batches}
+    for what, count in counts.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"{what} must be an integer of at least 1, got {count!r}")
     axes = _axes(mesh)
     stages = axes.pop("pp", 1)
+    _check_depth(config)
     model = _on_meta(config, PRECISIONS[precision][0])
     layout = layout_of(model, axes, None)
     layers = layers_of(model)
-    _check_pipeline(layers, stages)
+    if stages > 1:
+        check_stages(model, stages, axes)
+    stage = _largest_stage(model, layers, layout, stages)
     places = math.prod(axes.get(axis, 1) for axis in DATA)
     pieces = stages if micro_batches is None else micro_batches
     rows = places * pieces if batch_size is None else batch_size
@@ -114,21 +125,21 @@ def make_plan(
         )
     length = sequence_length or min(4096, getattr(config, "max_position_embeddings", None) or 4096)
     made = OPTIMIZERS[optimizer](list(model.parameters()))
-    state = _State.of(model, layers, layout, made, stages)
+    state = _State.of(model, layout, made, stage.weights)
     balance_experts(model, axes)
     used, devices = compiler_devices(math.prod(axes.values()), compiler)
     samples = []
-    for counts in layers.samples():
-        layers.keep(counts)
+    for few_layers in layers.samples():
+        layers.keep(few_layers)
         few = OPTIMIZERS[optimizer](list(model.parameters()))
         own = Layout(axes, layout_of(model, axes, None).weights)
         facts = compile_step(
             model, few, own, (rows // pieces, length), devices,
             recompute=recompute, autocast=PRECISIONS[precision][1],
         )  # fmt: skip
-        samples.append((facts, _State.of(model, None, own, few, 1)))
+        samples.append((facts, _State.of(model, own, few)))
     return _plan(
-        found, layers, samples, state, stages, pieces, name or str(getattr(config, "model_type", "")),
+        found, layers, stage.layers, samples, state, stages, pieces, name or str(getattr(config, "model_type", "")),
         {**axes, **({"pp": stages} if stages > 1 else {})}, rows * length, used,
     )  # fmt: skip
 
@@ -136,6 +147,7 @@ def make_plan(
 def _plan(
     device: Device,
     layers: Layers,
+    own: list[int],
     samples: list[tuple[Facts, _State]],
     state: _State,
     stages: int,
@@ -145,9 +157,7 @@ def _plan(
     tokens: int,
     compiler: str,
 ) -> Plan:
-    """Of a stage, which has its part of the layers, and of its micro-batches in flight."""
-    share = _most_layers(layers, stages) / len(layers.all)
-    own = [count * share for count in layers.counts]
+    """Of a stage, which has `own` of the layers of each kind, and of its micro-batches in flight."""
     rest = [facts.memory - counted.kept - counted.gradients for facts, counted in samples]
     activations = layers.extrapolate(rest, own)
     if stages > 1:  # 1F1B: the first stage holds the inputs of as many micro-batches as there are stages
@@ -183,20 +193,40 @@ class _State:
 
     @classmethod
     def of(
-        cls, model: nn.Module, layers: Layers | None, layout: Layout, optimizer: torch.optim.Optimizer, stages: int
+        cls, model: nn.Module, layout: Layout, optimizer: torch.optim.Optimizer, weights: int | None = None
     ) -> _State:
-        """Of the largest stage: its part of the layers, and the embedding or the head."""
+        """weights: bytes of those that a device has, where it has a stage alone."""
         kept = len(slots(optimizer, optimizer.param_groups[0]))
-        inside = {id(one) for layer in layers.all for one in layer.parameters()} if layers is not None else set()
-        names = {id(one) for one in _embedding(model).parameters()}
-        sums = {"layers": 0, "embedding": 0, "head": 0}
-        for name, one in model.named_parameters():
-            where = "layers" if id(one) in inside else "embedding" if id(one) in names else "head"
-            sums[where] += _local_bytes(one, layout.weights[name], layout.axes)
-        ends = max(sums["embedding"], sums["head"]) if stages > 1 else sums["embedding"] + sums["head"]
-        layers_of_stage = 0 if layers is None else sums["layers"] * _most_layers(layers, stages) // len(layers.all)
-        own = layers_of_stage + ends
+        own = sum(_bytes_by_name(model, layout).values()) if weights is None else weights
         return cls(sum(one.numel() for one in model.parameters()), own, own * kept, own)
+
+
+class _Stage(NamedTuple):
+    """weights: their bytes on a device. layers: how many of each kind it has."""
+
+    weights: int
+    layers: list[int]
+
+
+def _largest_stage(model: Any, layers: Layers, layout: Layout, stages: int) -> _Stage:
+    """The stage with the most bytes of weights: its layers, and the embedding of the first, the rest of the last."""
+    sizes = _bytes_by_name(model, layout)
+    if stages == 1:
+        return _Stage(sum(sizes.values()), layers.counts)
+    names = {id(one): name for name, one in model.named_parameters()}
+    of_layers = [sum(sizes[names[id(one)]] for one in layer.parameters()) for layer in layers.all]
+    embedding = sum(sizes[names[id(one)]] for one in _embedding(model).parameters())
+    ends = {0: embedding, stages - 1: sum(sizes.values()) - sum(of_layers) - embedding}
+    found = []
+    for stage in range(stages):
+        places = layers_of_stage(len(layers.all), stage, stages)
+        weights = sum(of_layers[place] for place in places) + ends.get(stage, 0)
+        found.append(_Stage(weights, [sum(place in places for place in kind) for kind in layers.kinds]))
+    return max(found)
+
+
+def _bytes_by_name(model: nn.Module, layout: Layout) -> dict[str, int]:
+    return {name: _local_bytes(one, layout.weights[name], layout.axes) for name, one in model.named_parameters()}
 
 
 def _embedding(model: Any) -> nn.Module:
@@ -223,19 +253,19 @@ def _axes(mesh: str) -> dict[str, int]:
     return parse_axes(mesh, count)
 
 
-def _most_layers(layers: Layers, stages: int) -> int:
-    """Of the largest stage."""
-    return -(-len(layers.all) // stages)
-
-
-def _check_pipeline(layers: Layers, stages: int) -> None:
-    if len(layers.all) < stages:
-        raise ValueError(f"pp={stages} stages need as many layers, and the model has {len(layers.all)}")
+def _check_depth(config: Any) -> None:
+    """`ValueError` for more layers than anybody has: they are made one by one, which takes hours."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(f"a plan is of 1 to {MOST_LAYERS:,} layers, and the config has {layers:,}")
 
 
 def _on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     import easytorch
 
-    with torch.device("meta"):
-        model: nn.Module = easytorch.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = easytorch.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except FAILURES as error:
+        raise ValueError(f"{config.model_type!r} cannot be made from this config: {first_line(error)}") from error
     return model.train()

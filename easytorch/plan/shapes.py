@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from easytorch.auto.failures import FAILURES, first_line
 from easytorch.bridge.errors import nearest
 
 _LLAMA3: dict[str, Any] = {
@@ -68,7 +69,10 @@ def config_of(model: str | dict[str, Any]) -> Any:
         kind = str(model.get("model_type"))
         if kind not in CONFIG_MAPPING:
             raise ValueError(f"unknown model_type {kind!r}{nearest(kind, CONFIG_MAPPING)}")
-        config = AutoConfig.for_model(**model)
+        try:
+            config = AutoConfig.for_model(**model)
+        except FAILURES as error:
+            raise ValueError(f"transformers cannot build {kind!r} from these settings: {first_line(error)}") from error
     if type(config) not in easytorch.AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{config.model_type!r} has no causal language model, of which a plan is")
     return config

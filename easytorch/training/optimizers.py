@@ -49,7 +49,8 @@ def _tables(model: torch.nn.Module) -> set[int]:
     """The ids of the weights of embeddings and of the head, which Muon is not for."""
     found = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return found | ({id(head.weight)} if head is not None else set())
+    weight = getattr(head, "weight", None)  # a stage of a pipeline before the last has none
+    return found | ({id(weight)} if weight is not None else set())
 
 
 def _adamw(groups: Groups, config: TrainingConfig) -> torch.optim.Optimizer:

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import easytorch
 from easytorch.distributed import (
@@ -39,6 +37,7 @@ from easytorch.training.gradients import total_norm
 from easytorch.training.loop import train_among
 from easytorch.training.muon import MuonWithAdamW
 from easytorch.training.processes import Processes
+from tests.distributed.seen_shapes import Shapes
 from tests.models.families import FAMILIES
 from tests.processes import leave_group
 
@@ -238,6 +237,8 @@ def check_pipeline() -> None:
     assert abs(float(pipeline.evaluate(batch, loss_of) / loss_of(alone, batch).detach()) - 1) < 1e-5
     with torch.no_grad():
         assert (model(IDS).logits - expected.logits).norm() < 1e-5 * expected.logits.norm(), "on each rank"
+        torch.testing.assert_close(model(IDS, logits_to_keep=2).logits, expected.logits[:, -2:], rtol=1e-5, atol=1e-6)
+        assert pipeline.last or [*model(IDS, labels=IDS)] == ["loss"], "no hidden states among its items"
     refused("divided over pp does not take a cache", lambda: model(IDS, use_cache=True))
     refused("does not take output_hidden_states", lambda: model(IDS, output_hidden_states=True))
     refused("sharded already", lambda: model.shard_model(mesh=mesh))
@@ -253,6 +254,12 @@ def check_pipeline() -> None:
         assert torch.equal(parameter, alone.get_parameter(name)), name
         assert every[name].numel() == 0 or torch.equal(parameter, every[name]), name
         assert (parameter.grad - alone.get_parameter(name).grad).norm() <= 1e-6 * parameter.grad.norm(), name
+    half = make("qwen3_moe").bfloat16().shard_model(mesh=mesh)
+    half.config.output_attentions = True
+    refused("does not take output_attentions", lambda: half(IDS))
+    half.config.output_attentions = False
+    losses = pipeline_of(half).of_stages(half(IDS, labels=IDS).loss.detach())
+    assert losses[0].dtype is losses[1].dtype and torch.equal(*losses), "the last stage's, in its dtype"
     deep = [make("qwen3_moe", num_hidden_layers=5) for _ in range(2)]
     for one in (deep[0], deep[1].shard_model(mesh=make_mesh("pp=4"))):  # stages in the middle
         (one(input_ids=IDS, labels=IDS, use_cache=False).loss / 3).backward()
@@ -389,21 +396,6 @@ def check_sequences_refused() -> None:
     refused("does not go with an attention other than ring", lambda: model(input_ids=IDS))
     model.gather_model()
     assert model.config._attn_implementation == "easytorch"
-
-
-class Shapes(TorchDispatchMode):
-    """Collects the shapes of what is computed on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
-            if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
-                self.seen.add(tuple(one.shape))
-        return found
 
 
 def check_vocabulary_loss() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("jax")
 
@@ -15,6 +16,7 @@ from easytorch.cli.main import main
 from easytorch.plan import make_plan
 from easytorch.plan.compiled import v5p_slice
 from easytorch.plan.devices import DEVICES
+from easytorch.plan.estimate import _on_meta
 from easytorch.plan.shapes import SHAPES, config_of
 
 TINY: dict[str, Any] = {
@@ -73,6 +75,17 @@ def test_layers_that_do_not_divide_are_counted_of_the_largest_stage(linear: list
     assert (uneven.parameters, uneven.activations, uneven.flops) == (even.parameters, even.activations, even.flops)
 
 
+def test_the_largest_stage_of_layers_of_two_kinds(linear: list[list[int]]) -> None:
+    """Its own layers, and the embedding or the head: the plan was of an average of all layers."""
+    found = make_plan(config_of({**TINY, "num_hidden_layers": 4}), "pp=2", "v5e", precision="fp32")
+    weights = {"dense": 0, "experts": 0}
+    for name, one in _on_meta(config_of({**TINY, "num_hidden_layers": 4}), torch.float32).named_parameters():
+        first = "embed_tokens" in name or any(f"layers.{place}." in name for place in (0, 1))
+        weights["dense" if first else "experts"] += one.numel() * 4
+    assert weights["dense"] < weights["experts"] == found.parameters == found.optimizer // 2
+    assert found.flops == 2 * (7 + 11 * 2) - 2 * 7 and found.activations == 500 + 2 * 2 * EXPERTS
+
+
 def test_a_step_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By jaxlib for one CPU, from a file as users give it."""
     path = tmp_path / "tiny.json"
@@ -93,7 +106,9 @@ def test_a_step_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("fdsp=2", "v5e", {}, "no axis 'fdsp'"),
         ("fsdp=-1", "v5e", {}, "give every size"),
         ("tp=3", "v5e", {}, r"\.weight: dimension \d of .* does not divide"),
-        ("pp=7", "v5e", {}, "pp=7 stages need as many layers, and the model has 6"),
+        ("pp=7", "v5e", {}, "6 layers do not make pp=7 stages"),
+        ("dp=2", "v5e", {"micro_batches": 0}, "micro_batches must be an integer of at least 1, got 0"),
+        ("dp=2", "v5e", {"batch_size": -2}, "batch_size must be an integer of at least 1, got -2"),
         ("dp=2", "v5e", {"batch_size": 3}, "batch size 3 does not divide"),
         ("dp=2", "v5e", {"optimizer": "lion"}, "known: adamw, sgd, momentum"),
         ("dp=2", "v5e", {"precision": "fp8"}, "known: mixed, bf16, fp32"),
@@ -105,11 +120,23 @@ def test_what_cannot_be_planned_is_refused(mesh: str, device: str, settings: dic
         make_plan(config_of(TINY), mesh, device, **settings)
 
 
+def test_models_that_cannot_be_divided_or_made_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `shard_model` refuses them; and a slip of the pen, whose layers would be made for hours."""
+    tied = {**TINY, "model_type": "llama", "tie_word_embeddings": True}
+    for settings, mesh, message in (
+        (tied, "pp=2", "one tied weight"),
+        (TINY, "pp=2,sp=2", "pp and sp do not go together"),
+        ({**tied, "hidden_size": -1}, "dp=2", "transformers cannot build 'llama' from these settings"),
+        ({**tied, "hidden_act": "relux"}, "dp=2", "'llama' cannot be made from this config"),
+        ({**TINY, "num_hidden_layers": 10**9}, "dp=2", "1 to 10,000 layers, and the config has 1,000,000,000"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(["plan", json.dumps(settings), "--mesh", mesh, "--device", "v5e"])
+        said = capsys.readouterr().err
+        assert exit_.value.code == 2 and message in said and said.count("\n") == 1, said
+
+
 def test_known_models_have_the_parameters_they_are_named_after() -> None:
-    import torch
-
-    from easytorch.plan.estimate import _on_meta
-
     billions = {"Meta-Llama-3-8B": 8.03, "Meta-Llama-3-70B": 70.55, "Qwen3-235B-A22B": 235.09, "DeepSeek-V3": 671.03}
     for name in SHAPES:
         count = sum(one.numel() for one in _on_meta(config_of(name), torch.bfloat16).parameters())

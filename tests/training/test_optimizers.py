@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+import easytorch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.training import optimizers, train
 from easytorch.training.config import OPTIMIZERS
@@ -85,6 +87,21 @@ def test_a_step_is_the_librarys(settings, name):
         found = {key: tuple(value.shape) for key, value in optimizer.state[parameter].items()}
         assert found == state_shapes(optimizer, parameter)
     assert {float(group["weight_decay"]) for group in optimizer.param_groups} == {0.3, 0.0}
+
+
+def test_stages_have_the_matrices_that_muon_has_of_the_whole_model(settings):
+    """A stage before the last has no head: `make_optimizer` read its weight."""
+    sizes = {**TINY, "num_hidden_layers": 2, "vocab_size": 8, "tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(**sizes)
+
+    def matrices(*layers: int) -> list[str]:
+        model = easytorch.AutoModelForCausalLM.from_config(config)
+        if layers:
+            model.keep_layers(*layers)
+        optimizer = make_optimizer(model, settings(optimizer="muon"))
+        return [name for name, one in model.named_parameters() if optimizer.is_muons(one)]
+
+    assert matrices(0, 1) + matrices(1, 2) == matrices() and len(matrices()) == 2 * 7
 
 
 def test_an_optimizer_that_is_not_there_is_named(settings, monkeypatch):
