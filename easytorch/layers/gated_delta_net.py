@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from easytorch.kernels.recurrence.softplus import softplus
 from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm, rms_norm
@@ -90,7 +91,7 @@ class GatedDeltaNet(nn.Module):
             query.unflatten(-1, (self.heads, self.key_width)),
             key.unflatten(-1, (self.heads, self.key_width)),
             value.unflatten(-1, (self.value_heads, self.value_width)),
-            -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias),
+            -self.A_log.float().exp() * softplus(a.float() + self.dt_bias),
             b.sigmoid(),
             initial_state=state,
             use_qk_l2norm=True,

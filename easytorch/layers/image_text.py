@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing, torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
@@ -38,6 +38,15 @@ def with_hidden_states(kwargs: Mapping[str, Any], layers: Sequence[int]) -> dict
     # older versions of transformers have no choice of some
     all_of_them = kwargs.get("output_hidden_states") or not hasattr(output_capturing, "select_hidden_states")
     return {**kwargs, "return_dict": True, "output_hidden_states": all_of_them or layers}
+
+
+def record_hidden_states(tower: nn.Module) -> None:
+    """Installs the hooks by which transformers records a tower's hidden states, where its models have such.
+
+    Else the first call installs them, under a lock, which `torch.compile(fullgraph=True)` refuses.
+    """
+    if isinstance(tower, PreTrainedModel) and tower._can_record_outputs:
+        output_capturing.maybe_install_capturing_hooks(tower)
 
 
 def check_count(kind: str, token: int, tokens: torch.Tensor, features: int) -> None:

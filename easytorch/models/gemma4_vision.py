@@ -5,6 +5,7 @@ Legend: I images, N patches with padding, D hidden size, n the tokens of all ima
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -158,20 +159,37 @@ class Gemma4VisionPooler(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.side = config.pooling_kernel_size
+        self.count = config.pooling_kernel_size**2  # of patches in a square
         self.scale = config.hidden_size**0.5
+
+    def squares(self, patches: int) -> tuple[int, int]:
+        """How many there are of so many patches, and the side of one.
+
+        As transformers counts them: (side + 1)**2 patches, which are no two squares, are one of that side. The side is
+        0 for a number of patches that does not divide into squares.
+        """
+        tokens = patches // self.count
+        side = math.isqrt(patches // tokens) if tokens else 0
+        return tokens, side if side**2 * tokens == patches else 0
 
     def forward(
         self, hidden_states: torch.Tensor, pixel_position_ids: torch.Tensor, padding: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states (I, N, D) -> (n, D), float32: the squares that have patches, in order of rows."""
-        count, patches = self.side**2, hidden_states.shape[1]
-        tokens = patches // count
+        tokens, side = self.squares(hidden_states.shape[1])
         places = pixel_position_ids.clamp(min=0)
-        columns = (places[..., 0].amax(-1, keepdim=True) + 1) // self.side
-        squares = places // self.side
+        columns = (places[..., 0].amax(-1, keepdim=True) + 1) // side
+        squares = places // side
+        index = squares[..., 0] + columns * squares[..., 1]
+        torch_compilable_check(
+            (index < tokens).all(),
+            lambda: (
+                f"pixel_position_ids do not divide into squares of {side} by {side} patches, of which the number of "
+                f"patches, {hidden_states.shape[1]}, makes {tokens}; an image has whole squares of them"
+            ),
+        )
         # (I, N, tokens), as transformers': a product has the same sums in every run, which adding by index has not
-        shares = F.one_hot((squares[..., 0] + columns * squares[..., 1]).long(), tokens).float() / count
+        shares = F.one_hot(index.long(), tokens).float() / side**2
         kept = hidden_states.masked_fill(padding[..., None], 0.0)
         pooled = (shares.transpose(1, 2) @ kept.float()).to(kept.dtype)
         return (pooled.float() * self.scale)[(shares != 0).any(1)]
@@ -247,7 +265,11 @@ class Gemma4VisionModel(Gemma4VisionPreTrainedModel):
                 "images need pixel_position_ids (images, patches, 2), the column and the row of each patch, which the "
                 "processor returns as image_position_ids and video_position_ids"
             )
-        if pixel_values.dim() != 3 or pixel_values.shape[-1] != values or pixel_values.shape[1] % count:
+        if (
+            pixel_values.dim() != 3
+            or pixel_values.shape[-1] != values
+            or not self.pooler.squares(pixel_values.shape[1])[1]
+        ):
             raise ValueError(
                 f"pixel_values {tuple(pixel_values.shape)} must be (images, patches, {values}), the values of a patch "
                 f"of config.patch_size={self.config.patch_size}, with a number of patches that is a multiple of "

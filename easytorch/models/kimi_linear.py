@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, GenerationMixin, KimiLinearConfig, PreTrainedConfig, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.kernels.recurrence.softplus import softplus
 from easytorch.layers.basics import activation
 from easytorch.layers.experts import Experts
 from easytorch.layers.fused_linear import FusedProjections
@@ -66,7 +66,7 @@ class KimiLinearForgetGate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         steps = linear(self.f_b_proj, linear(self.f_a_proj, hidden_states)).float() + self.dt_bias.float()
-        return -self.A_log.float().exp() * F.softplus(steps.unflatten(-1, (self.heads, self.width)))
+        return -self.A_log.float().exp() * softplus(steps.unflatten(-1, (self.heads, self.width)))
 
 
 class KimiLinearDeltaAttention(FusedProjections):

@@ -13,7 +13,7 @@ from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from easytorch.layers.basics import activation
-from easytorch.layers.image_text import ImageTextHead, ImageTextModel, with_hidden_states
+from easytorch.layers.image_text import ImageTextHead, ImageTextModel, record_hidden_states, with_hidden_states
 from easytorch.layers.linear import linear
 from easytorch.protocol.native import NativeImageText
 
@@ -55,6 +55,10 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
         *_OF_IMAGES,
         "mm_encoder_outputs",
     )
+
+    def add_parts(self, config: Any) -> None:
+        super().add_parts(config)
+        record_hidden_states(self.vision_tower)
 
     @merge_with_config_defaults
     @can_return_tuple

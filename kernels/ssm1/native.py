@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from easytorch.kernels.interop.arguments import check_tensors
 from easytorch.kernels.recurrence import documents
 from easytorch.kernels.recurrence.arguments import check_segments, check_sequence, check_shapes, wide_dtype
+from easytorch.kernels.recurrence.softplus import softplus
 
 
 def ssm1(
@@ -52,7 +53,7 @@ def ssm1(
 def time_step(dt: torch.Tensor, dt_bias: torch.Tensor | None, dt_softplus: bool, wide: torch.dtype) -> torch.Tensor:
     """softplus(dt + dt_bias), or the sum alone, in the dtype `wide`."""
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    return F.softplus(dt) if dt_softplus else dt
+    return softplus(dt) if dt_softplus else dt
 
 
 def first_state(x: torch.Tensor, A: torch.Tensor, initial_state: torch.Tensor | None) -> torch.Tensor:

@@ -206,3 +206,20 @@ def test_towers_that_cannot_be_carried(changes, words) -> None:
     config = FAMILIES["gemma4_vision"].config(**GEMMA4_VISION | changes)
     with pytest.raises(ValueError, match=words):
         gemma4_vision.Gemma4VisionModel(config)
+
+
+@torch.no_grad()
+def test_an_image_of_fewer_patches_than_two_squares_is_one(make_pair) -> None:
+    """16 patches, pooled by 3: one square of 4 by 4, as transformers makes of them; and patches that are no squares."""
+    config = FAMILIES["gemma4_vision"].config(**GEMMA4_VISION | {"pooling_kernel_size": 3})
+    ours, theirs = make_pair("Gemma4VisionModel", config)
+    patches = torch.arange(16)
+    pixels = torch.rand(2, 16, 12, generator=torch.Generator().manual_seed(0))
+    places = torch.stack((patches % 4, patches // 4), -1).expand(2, -1, -1)
+    expected = theirs(pixels, places).last_hidden_state
+    assert expected.shape == (2, 24)
+    torch.testing.assert_close(ours(pixels, places).last_hidden_state, expected, **TOLERANCE)
+    with pytest.raises(ValueError, match="do not divide into squares of 4 by 4 patches"):
+        ours(pixels, torch.stack((patches % 8, patches // 8), -1).expand(2, -1, -1))
+    with pytest.raises(ValueError, match=re.escape("a multiple of config.pooling_kernel_size**2=9")):
+        ours(pixels[:, 1:], places[:, 1:])

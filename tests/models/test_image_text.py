@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import easytorch
 from easytorch.distributed.declared import expanded_plan
 from easytorch.generation import generate_tokens
+from easytorch.layers.model_snapshot import capture_refusal
 from easytorch.protocol.native import NativeModel
 from tests.models.families import FAMILIES, HEADS, IMAGE_TEXT, LANGUAGE
 from tests.models.image_text_families import (
@@ -378,3 +379,18 @@ def test_towers_that_are_offloaded_to_disk(make_pair, tmp_path) -> None:
     loaded = type(ours).from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     with torch.no_grad():
         assert torch.equal(loaded(**inputs_of("llava")).logits, ours(**inputs_of("llava")).logits)
+
+
+def test_features_of_hidden_states_are_compiled_as_one_graph() -> None:
+    """Those that transformers records by hooks, which the model has before its first call."""
+    model = importlib.import_module("easytorch.models.llava").LlavaModel(FAMILIES["llava"].config()).eval()
+    assert capture_refusal(model) is None
+    pixels = inputs_of("llava")["pixel_values"]
+    torch._dynamo.reset()
+
+    def features(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(model.get_image_features(pixels).pooler_output))
+
+    with torch.no_grad():
+        compiled = torch.compile(features, fullgraph=True, backend="eager")(pixels)
+        torch.testing.assert_close(compiled, features(pixels), **TOLERANCE)
