@@ -19,7 +19,7 @@ from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.fused_linear import FusedProjections
-from easytorch.layers.linear import linear
+from easytorch.layers.linear import linear, watched
 
 
 def check_heads(hidden_size: int, heads: int) -> None:
@@ -156,7 +156,10 @@ class AddNorm(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.LayerNorm(self.dropout(linear(self.dense, hidden_states)) + residual)
+        projected, dropout = linear(self.dense, hidden_states), self.dropout
+        if type(dropout) is not nn.Dropout or dropout.training or watched(dropout):
+            projected = dropout(projected)  # else it is the identity, at nine calls of Python
+        return self.LayerNorm(projected + residual)
 
 
 class EncoderAttention(nn.Module):
@@ -220,6 +223,8 @@ class PostNormLayer(GradientCheckpointingLayer):
             hidden_states, _ = self.crossattention(
                 hidden_states, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states, **kwargs
             )
+        if not self.chunk_size_feed_forward:  # `apply_chunking_to_forward` looks at signatures each time
+            return self.feed_forward_chunk(hidden_states)
         return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size_feed_forward, 1, hidden_states)
 
     def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if rows is not None:
             return rows
     # the dtype first: it decides for nearly every layer of a model in half precision
-    if (x.dtype == torch.float32 or not plain) and (_profits(layer, x) or _asked()):
+    if (x.dtype == torch.float32 and _profits(layer, x)) or (not plain and _asked()):
         return _OPERATION(x, layer.weight, layer.bias)
     if weight is None or "bias" not in parameters:  # FSDP, for one, stores them elsewhere
         return layer(x)
@@ -110,8 +110,10 @@ def eager_inference() -> bool:
 
 def _profits(layer: nn.Linear, x: torch.Tensor) -> bool:
     """True where `linear` may choose oneDNN: asking for every product would take longer than the small ones do."""
-    large = layer.in_features * layer.out_features >= max(smallest_weight(), SMALLEST_WEIGHT)
-    return large and x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_exporting()
+    size = layer.in_features * layer.out_features
+    if size < SMALLEST_WEIGHT or size < smallest_weight():
+        return False
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
 def _recordable(weight: torch.Tensor) -> bool:

@@ -76,6 +76,8 @@ class FFN(nn.Module):
         self.activation = activation(config.activation)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.chunk_size_feed_forward:  # `apply_chunking_to_forward` looks at signatures each time
+            return self.ff_chunk(input)
         return apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, 1, input)
 
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
