@@ -52,6 +52,7 @@ SERVE = {
     ("--max-requests", "6"): ("max_requests", 6),
     ("--max-model-length", "7"): ("max_model_length", 7),
     ("--no-prefix-reuse",): ("prefix_reuse", False),
+    ("--enforce-eager",): ("enforce_eager", True),
     ("--max-queue", "8"): ("max_queue", 8),
     ("--max-body", "0.5"): ("max_body", 1 << 19),
     ("--request-timeout", "1.5"): ("request_timeout", 1.5),
