@@ -20,6 +20,11 @@ from easytorch.operations import OperationRegistry
 gated_delta_rule = OperationRegistry.create("gated_delta_rule")
 
 
+def log_decays(log_rates: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """-exp(log_rates) softplus(steps), in float32: the logarithm of what a state keeps over a token."""
+    return -log_rates.float().exp() * softplus(steps)
+
+
 class GatedRMSNorm(RMSNorm):
     """rms_norm(x) * silu(gate), the product in float32: (..., D) -> (..., D)."""
 
@@ -91,7 +96,7 @@ class GatedDeltaNet(nn.Module):
             query.unflatten(-1, (self.heads, self.key_width)),
             key.unflatten(-1, (self.heads, self.key_width)),
             value.unflatten(-1, (self.value_heads, self.value_width)),
-            -self.A_log.float().exp() * softplus(a.float() + self.dt_bias),
+            log_decays(self.A_log, a.float() + self.dt_bias),
             b.sigmoid(),
             initial_state=state,
             use_qk_l2norm=True,

@@ -12,11 +12,10 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
-from easytorch.kernels.recurrence.softplus import softplus
 from easytorch.layers.basics import activation
 from easytorch.layers.experts import Experts
 from easytorch.layers.fused_linear import FusedProjections
-from easytorch.layers.gated_delta_net import gated_delta_rule
+from easytorch.layers.gated_delta_net import gated_delta_rule, log_decays
 from easytorch.layers.hybrid import HybridBackbone, HybridLayer
 from easytorch.layers.latent_attention import LatentAttention
 from easytorch.layers.linear import linear
@@ -66,7 +65,7 @@ class KimiLinearForgetGate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         steps = linear(self.f_b_proj, linear(self.f_a_proj, hidden_states)).float() + self.dt_bias.float()
-        return -self.A_log.float().exp() * softplus(steps.unflatten(-1, (self.heads, self.width)))
+        return log_decays(self.A_log, steps.unflatten(-1, (self.heads, self.width)))
 
 
 class KimiLinearDeltaAttention(FusedProjections):

@@ -256,9 +256,9 @@ def check_pipeline() -> None:
         assert every[name].numel() == 0 or torch.equal(parameter, every[name]), name
         assert (parameter.grad - alone.get_parameter(name).grad).norm() <= 1e-6 * parameter.grad.norm(), name
     half = make("qwen3_moe").bfloat16().shard_model(mesh=mesh)
-    half.config.output_attentions = True
-    refused("does not take output_attentions", lambda: half(IDS))
-    half.config.output_attentions = False
+    half.config.output_hidden_states = True
+    refused("does not take output_hidden_states", lambda: half(IDS))
+    half.config.output_hidden_states = False
     losses = pipeline_of(half).of_stages(half(IDS, labels=IDS).loss.detach())
     assert losses[0].dtype is losses[1].dtype and torch.equal(*losses), "the last stage's, in its dtype"
     deep = [make("qwen3_moe", num_hidden_layers=5) for _ in range(2)]
