@@ -284,7 +284,7 @@ def check_pipeline() -> None:
     refused("GPT2Model does not run its layers one after the other", lambda: make("gpt2").shard_model(mesh=stages))
     refused("native decoders can", lambda: shard_model(torch.nn.Linear(2, 2), mesh=stages))
     refused("pp and sp do not go together", lambda: three.shard_model(mesh=make_mesh("pp=2,sp=2")))
-    refused("rule shards it over pp", lambda: three.shard_model([("q_proj", ("pp", None))], stages))
+    refused("rule shards it over pp", lambda: deep[0].shard_model([("q_proj", ("pp", None))], stages))
 
 
 def check_order_of_shards() -> None:
