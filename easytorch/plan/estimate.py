@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from easytorch.auto.failures import FAILURES, first_line
+from easytorch.auto.failures import FAILURES, MOST_LAYERS, first_line
 from easytorch.backends.xla.aot import Facts
 from easytorch.distributed.mesh import DATA, parse_axes
 from easytorch.distributed.staged_call import check_stages, layers_of_stage
@@ -22,7 +22,6 @@ from easytorch.plan.compiled import compile_step, compiler_devices
 from easytorch.plan.depth import Layers, layers_of
 from easytorch.plan.devices import Device, device_of
 
-MOST_LAYERS = 10_000
 # precision -> (dtype of parameters, dtype of products)
 PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     "mixed": (torch.float32, torch.bfloat16),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easytorch.auto.failures import MOST_LAYERS
 from easytorch.bridge.errors import nearest
 from easytorch.training.config import TrainingConfig, flag
 
@@ -26,8 +27,6 @@ COUNTS = (
     "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "d_model", "num_layers",
 )  # fmt: skip
 
-# Modules are made one by one, without memory too: above this a slip of the pen would keep a run busy for hours.
-MOST_LAYERS = 10_000
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
