@@ -68,7 +68,7 @@ _WITHOUT_IN_FLOAT16 = (*_WITHOUT, "sliding_window", "softcap", "sinks")
 def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> bool:
     """True where `cpu.attention` is faster than ATen and carries this call. It may build the library."""
     shape, dtype, get = query.shape, query.dtype, features.get
-    if len(shape) != 4 or shape[1] < TRAINING_ROWS or not query.is_cpu or not processor.BFLOAT16_DOT_PRODUCTS:
+    if len(shape) != 4 or shape[1] < TRAINING_ROWS or not query.is_cpu or not processor.AVX2:
         return False
     training = recording(query, key, value, get("sinks"))
     # of these ATen computes every score, or has no fused kernel

@@ -28,14 +28,18 @@ import torch
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fno-math-errno", "-w")
-# The instruction sets that the *_simd.cpp sources are compiled for, by the suffix of their tables; see levels.h.
+# The instruction sets that the *_simd.cpp sources are compiled for, by the suffix of their tables, in the order of
+# levels.h.
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 LEVELS = {
     "generic": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
+# What a source names if it differs at a level from the one below it; others are not compiled for it.
+_NAMED = {"avx512_vnni": "__AVX512VNNI__"}
 # How many libraries are kept; building one deletes the oldest.
 KEPT = 8
 # Seconds a failure of the compiler is remembered, so that not every process tries: memory or disk may have been short.
@@ -150,6 +154,8 @@ def _compile(work: Path) -> Path:
             jobs.append([*base, "-isystem", str(torch_home / "include"), "-o", str(work / f"{name}.o")])
             continue
         for level, instructions in levels(*tool).items():
+            if not differs(source, level):
+                continue
             symbol = f"-DEASYTORCH_NAME(name)=easytorch_##name##_{level}"
             jobs.append([*base, *instructions, symbol, "-o", str(work / f"{name}_{level}.o")])
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
@@ -175,6 +181,11 @@ def _run(command: list[str]) -> None:
 def sources() -> list[Path]:
     """The C++ files of this folder, and `cpu*.cpp` of the operations'."""
     return sorted([*(SOURCES / "cpu").glob("*.cpp"), *SOURCES.glob("*/cpu*.cpp")])
+
+
+def differs(source: Path, level: str) -> bool:
+    """Whether a *_simd.cpp source has code of its own at a level, and is compiled for it."""
+    return _NAMED.get(level, "") in source.read_text(encoding="utf-8")
 
 
 def levels(*tool: str) -> dict[str, tuple[str, ...]]:

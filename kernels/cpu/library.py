@@ -34,6 +34,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+def levels_of(room: str) -> tuple[int, ...]:
+    """The levels at which sources of kernels/<room> have code of their own."""
+    sources = [source for source in build.sources() if source.parent.name == room and source.stem.endswith("_simd")]
+    return tuple(n for n, level in enumerate(LEVELS) if any(build.differs(source, level) for source in sources))
+
+
 def missing() -> str | None:
     """None when the operators are available, else the reason. The first call loads the library, and builds it if
     needed."""

@@ -30,7 +30,7 @@ def refusal_of_sequences(
 
 def prefers(tensors: Iterable[Tensor]) -> bool:
     """Whether the tensors are on a CPU of the kind on which the operators were measured."""
-    return processor.BFLOAT16_DOT_PRODUCTS and all(tensor.is_cpu for tensor in tensors)
+    return processor.AVX2 and all(tensor.is_cpu for tensor in tensors)
 
 
 def sequence_or_empty(tensor: Tensor | None) -> Tensor:

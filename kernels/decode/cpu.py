@@ -30,7 +30,7 @@ def prefers(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, An
         len(shape) == 4
         and shape[1] == 1
         and key.dim() == 4
-        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and processor.AVX2  # where it was measured
         and query.is_cpu
         # `supports`, inlined: the dispatch asks it of each token
         and features.get("dropout_prob", 0.0) <= 0.0

@@ -1,7 +1,6 @@
 """Which products are faster than F.linear: few rows by the C++ operator, float32 by oneDNN.
 
-Time of the C++ operator divided by torch's best, one thread of a loaded AMD EPYC (Zen 4), torch 2.13. It is chosen
-only on CPUs with dot products of bfloat16, where it was measured; on others ATen multiplies one row itself.
+Time of the C++ operator divided by torch's best, one thread of a loaded AMD EPYC (Zen 4), torch 2.13.
 
     M, dtype       (64, 64)   (128, 128)   (256, 256)   (512, 512)   (1024, 1024)   (4096, 1024)
     1  bfloat16      1.0         0.23         0.27         0.33         0.60           0.53
@@ -11,6 +10,14 @@ only on CPUs with dot products of bfloat16, where it was measured; on others ATe
     4  float32       1.3         1.1          0.73         0.43         0.47           0.59
     16 float32       1.6         1.2          1.3          0.92         0.65           1.05
     4  float16       0.61        0.41         0.30         0.17         0.35           0.22
+
+The same of (4096, 1024) with fewer instructions: an Intel Xeon with AVX-512 but no dot products of bfloat16, and the
+same with everything kept to AVX2:
+
+    M               1      4      16
+    bfloat16      0.78   0.48   0.35     0.90   0.31   0.25
+    float32       1.04   0.68   0.85     1.22   0.54   0.78
+    float16       0.77   0.38   0.20
 
 Float32, oneDNN or MKL: a table by CPU vendor.
 
@@ -42,18 +49,23 @@ TRAINING_ROWS = 64
 # dtype -> (rows up to which the C++ operator is faster, elements the weight must have)
 FEW_ROWS = {bfloat16: (16, 2**14), float16: (16, 2**14), float32: (8, 2**17)}
 
+# Whether one row in float32 is faster by the operator: MKL reads as fast on Intel, and oneDNN with AVX2.
+ONE_FLOAT32_ROW = processor.AVX512 and processor.VENDOR == "AuthenticAMD"
+
 # Columns from which one row in float16 is ATen's: the operator takes 0.99 to 1.09 of its time there.
 ATEN_COLUMNS = 4096
 
 
 def prefers_cpu(x: Tensor, weight: Tensor) -> bool:
     """True where the C++ operator is faster than ATen and oneDNN, without gradients."""
-    limits = FEW_ROWS.get(x.dtype) if processor.BFLOAT16_DOT_PRODUCTS else None
+    limits = FEW_ROWS.get(x.dtype) if processor.AVX2 else None
     if limits is None or weight.dim() != 2:
         return False
     rows, least = limits
     count, columns = x.numel(), weight.shape[1]
     if x.dtype == float16 and count == columns >= ATEN_COLUMNS:
+        return False
+    if x.dtype == float32 and count == columns and not ONE_FLOAT32_ROW:
         return False
     return 0 < count <= rows * columns and weight.numel() >= least
 

@@ -20,6 +20,29 @@ inline void load_one_by_one(const uint8_t* row, int64_t c, Floats* out) {
   for (int v = 0; v < VECTORS; ++v) out[v] = load(numbers + v * WIDTH);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline __m128i load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+inline __m128i low_codes(__m128i bytes) { return _mm_and_si128(bytes, _mm_set1_epi8(15)); }
+inline __m128i high_codes(__m128i bytes) { return low_codes(_mm_srli_epi16(bytes, 4)); }
+// The 16 numbers of unsigned bytes, and 16 of a table by their codes of four bits.
+struct AsNumbers {
+  inline Floats operator()(__m256i codes) const { return _mm256_cvtepi32_ps(codes); }
+};
+struct OfTable {
+  explicit OfTable(const float* table) : lower(_mm256_loadu_ps(table)), upper(_mm256_loadu_ps(table + WIDTH)) {}
+  inline Floats operator()(__m256i codes) const {  // an index uses the low three bits, the fourth chooses the half
+    const __m256 of_lower = _mm256_permutevar8x32_ps(lower, codes), of_upper = _mm256_permutevar8x32_ps(upper, codes);
+    return _mm256_blendv_ps(of_lower, of_upper, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+  }
+  __m256 lower, upper;
+};
+template <class Numbers>
+inline void widen(__m128i bytes, const Numbers& numbers, Floats* out) {
+  out[0] = numbers(_mm256_cvtepu8_epi32(bytes));
+  out[1] = numbers(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+}
+#endif
+
 struct EightBits {
   static constexpr bool SHIFTED = false;
   static constexpr float FACTOR = 1.0f;
@@ -52,6 +75,11 @@ struct OfFourBits {
     const __m512 levels = _mm512_loadu_ps(LEVELS);  // an index uses the low four bits
     out[0] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), levels);
     out[1] = _mm512_permutexvar_ps(codes, levels);
+#elif defined(__AVX2__)
+    const __m128i codes = load_bytes(row + c / 2);
+    const OfTable levels(LEVELS);
+    widen(high_codes(codes), levels, out);
+    widen(low_codes(codes), levels, out + 2);
 #else
     load_one_by_one<OfFourBits>(row, c, out);
 #endif
@@ -66,6 +94,11 @@ typedef OfFourBits<FP4_LEVELS, false> OfFp4;
 inline void load_float16_pairs(__m512i bits, Floats* out) {
   out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
   out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+}
+#elif defined(__AVX2__)
+inline void load_float16_pairs(__m256i bits, Floats* out) {
+  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+  out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
 }
 #endif
 
@@ -86,6 +119,15 @@ struct OfE4m3 : EightBits {
     // the sign, which widening extended, and 7 bits
     const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(codes), 7);
     load_float16_pairs(_mm512_and_si512(bits, _mm512_set1_epi16(-0x4080)), out);
+#elif defined(__AVX2__)
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c));
+    if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(-2))) != 0) {
+      return load_one_by_one<OfE4m3>(row, c, out);
+    }
+    for (int half = 0; half < 2; ++half) {
+      const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(row + c + 16 * half)), 7);
+      load_float16_pairs(_mm256_and_si256(bits, _mm256_set1_epi16(-0x4080)), out + 2 * half);
+    }
 #else
     load_one_by_one<OfE4m3>(row, c, out);
 #endif
@@ -100,6 +142,11 @@ struct OfE5m2 : EightBits {  // the upper half of a float16
 #if defined(__AVX512F__)
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c));
     load_float16_pairs(_mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 8), out);
+#elif defined(__AVX2__)
+    for (int half = 0; half < 2; ++half) {
+      const __m128i codes = load_bytes(row + c + 16 * half);
+      load_float16_pairs(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8), out + 2 * half);
+    }
 #else
     load_one_by_one<OfE5m2>(row, c, out);
 #endif
@@ -156,6 +203,13 @@ struct OfQ4_0 : Blocks<OfQ4_0> {
     const __m512 levels = _mm512_mul_ps(_mm512_loadu_ps(INT4_LEVELS), _mm512_set1_ps(half_at(block)));
     out[0] = _mm512_permutexvar_ps(codes, levels);  // an index uses the low four bits
     out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), levels);
+#elif defined(__AVX2__)
+    const uint8_t* block = row + c / STEP * BYTES;
+    const __m128i codes = load_bytes(block + 2);
+    const Floats d = broadcast(half_at(block)), eight = broadcast(8.0f);
+    widen(low_codes(codes), AsNumbers(), out);
+    widen(high_codes(codes), AsNumbers(), out + 2);
+    for (int v = 0; v < VECTORS; ++v) out[v] = multiply(d, _mm256_sub_ps(out[v], eight));
 #else
     float numbers[STEP];
     decode(row, c, numbers);
@@ -195,6 +249,14 @@ struct OfQ4K : Blocks<OfQ4K> {
           _mm512_and_si512(_mm512_srl_epi32(bytes, _mm_cvtsi32_si128(s.shift)), _mm512_set1_epi32(15));
       out[v] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(codes), offset);
     }
+#elif defined(__AVX2__)
+    const Step s = step(row, c);
+    const Floats scale = broadcast(s.scale), offset = broadcast(s.offset);
+    for (int half = 0; half < 2; ++half) {
+      const __m128i bytes = load_bytes(s.codes + 16 * half);
+      widen(s.shift == 0 ? low_codes(bytes) : high_codes(bytes), AsNumbers(), out + 2 * half);
+    }
+    for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(scale, out[v], offset);
 #else
     float numbers[STEP];
     decode(row, c, numbers);
@@ -241,6 +303,18 @@ struct OfQ6K : Blocks<OfQ6K> {
           _mm512_sub_epi32(_mm512_or_si512(low, _mm512_slli_epi32(high, 4)), _mm512_set1_epi32(32));
       out[v] = _mm512_mul_ps(_mm512_set1_ps(s.scale[v]), _mm512_cvtepi32_ps(codes));
     }
+#elif defined(__AVX2__)
+    const Step s = step(row, c);
+    const __m128i shift = _mm_cvtsi32_si128(s.upper_shift), two_bits = _mm_set1_epi8(3);
+    const Floats middle = broadcast(32.0f);
+    for (int half = 0; half < 2; ++half) {
+      const __m128i bytes = load_bytes(s.lower + 16 * half);
+      const __m128i lower = s.lower_shift == 0 ? low_codes(bytes) : high_codes(bytes);
+      const __m128i upper = _mm_and_si128(_mm_srl_epi16(load_bytes(s.upper + 16 * half), shift), two_bits);
+      widen(_mm_or_si128(lower, _mm_slli_epi16(upper, 4)), AsNumbers(), out + 2 * half);
+      const Floats scale = broadcast(s.scale[half]);
+      for (int v = 2 * half; v < 2 * half + 2; ++v) out[v] = multiply(scale, _mm256_sub_ps(out[v], middle));
+    }
 #else
     float numbers[STEP];
     decode(row, c, numbers);
@@ -249,8 +323,14 @@ struct OfQ6K : Blocks<OfQ6K> {
   }
 };
 
-// Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it.
+// Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it. AVX2 has registers for
+// the sums of four rows of x and one of the weight, each of which is decoded once so.
+#if defined(__AVX512F__)
 constexpr int rows_of_tile(int rows_of_x) { return rows_of_x == 1 ? 1 : 4; }
+#else
+constexpr int rows_of_tile(int) { return 1; }
+#endif
+constexpr int MOST_ROWS_OF_X = 4;
 constexpr int64_t AHEAD_BYTES = 1 << 13, AHEAD_OF_ONE = 1 << 11;
 
 template <class Format>
@@ -348,12 +428,6 @@ void rows_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end)
   }
 }
 
-#if defined(__AVX512F__)
-constexpr int MOST_ROWS_OF_X = 4;
-#else
-constexpr int MOST_ROWS_OF_X = 1;
-#endif
-
 template <class Format>
 void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
   // with several parts of x, a few weight rows at a time, so that the next parts find them in the cache
@@ -363,11 +437,9 @@ void product(const QuantizedProduct& p, int64_t begin, int64_t end) {
     for (int64_t m = 0; m < p.m; m += MOST_ROWS_OF_X) {
       switch (p.m - m < MOST_ROWS_OF_X ? p.m - m : MOST_ROWS_OF_X) {
         case 1: rows_of_x<Format, 1>(p, m, n, last); break;
-#if defined(__AVX512F__)
         case 2: rows_of_x<Format, 2>(p, m, n, last); break;
         case 3: rows_of_x<Format, 3>(p, m, n, last); break;
         case 4: rows_of_x<Format, 4>(p, m, n, last); break;
-#endif
       }
     }
   }

@@ -38,7 +38,7 @@ def _fits(x: Tensor, weight: Tensor | None, eps: float) -> bool:
     return (
         len(shape) > 0
         and shape[-1] >= SMALLEST_ROW
-        and processor.BFLOAT16_DOT_PRODUCTS  # where it was measured
+        and processor.AVX2  # where it was measured
         and (weight is None or weight.shape == shape[-1:])
         and type(eps) is float
         and 0.0 <= eps < math.inf

@@ -18,7 +18,7 @@ def supports(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 def prefers(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """True where `run` is faster than ATen and may be called right away: halves, the tables of the call's positions
     (B or 1, T, R), and all of it fits. It may build the library."""
-    if not (processor.BFLOAT16_DOT_PRODUCTS and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
+    if not (processor.AVX2 and query.dim() == key.dim() == 4 and cos.dim() == 3):  # where measured
         return False
     if not takes(query, key, cos, sin):
         return False

@@ -24,7 +24,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         return operation(x, *rest)
 
     monkeypatch.setattr(processor, "VENDOR", "AuthenticAMD")
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     record.few_rows = operation.few_rows
     monkeypatch.setattr(module, "_OPERATION", record)
     return seen

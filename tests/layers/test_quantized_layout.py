@@ -19,7 +19,7 @@ from easytorch.layers.quantized_formats import FormatSettings
 from easytorch.protocol.display import get_module_repr, prettify_nnx
 
 pytestmark = pytest.mark.skipif(
-    library.missing() is not None or not processor.BFLOAT16_DOT_PRODUCTS,
+    library.missing() is not None or not processor.BYTE_DOT_PRODUCTS,
     reason=f"no products of interleaved codes: {library.missing() or 'this CPU has no dot products of bytes'}",
 )
 FORMATS = (FormatSettings("int8", None), FormatSettings("affine", 32, 4), FormatSettings("affine", 64, 8))

@@ -44,7 +44,7 @@ TAKEN: dict[str, tuple[dict[str, Any], bool, bool]] = {
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "SMALLEST_FLOAT32", 2**12)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
 
 
 def model(family: str = "llama", dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

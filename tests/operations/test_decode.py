@@ -238,7 +238,7 @@ def test_lengths_beyond_the_keys() -> None:
 
 
 def test_attention_of_one_query_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     operation, (query, key, value) = OperationRegistry.create("attention"), tensors()
     choice = operation.choose(query, key, value, causal=True)
     assert (choice.implementation, choice.backend) == ("decode", "aten")
@@ -255,7 +255,7 @@ def test_attention_of_one_query_takes_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_library
 def test_where_the_cpp_operator_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     query, key, value = tensors()
 
     def chosen(operation: OperationImpl, *given: torch.Tensor, **features: Any) -> tuple[str | None, str]:
@@ -400,7 +400,7 @@ def test_vmap_and_grad(lengths: torch.Tensor | None, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_check_mode(case: str, compared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     decode("aten")(*tensors(), lengths=MIXED, **CASES[case]())
     OperationRegistry.create("attention")(*tensors(), **CASES[case]())
     assert compared == ["decode:aten"] * 2
@@ -420,7 +420,7 @@ def test_autocast_and_checkpointing() -> None:
 
 def test_the_path_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     for package in ("triton", "jax"):
         monkeypatch.setitem(installed.INSTALLED, package, True)
     args, features = decode().typical_call()

@@ -358,7 +358,7 @@ DOCUMENTS = {"query_segment_ids": IDS, "key_segment_ids": IDS}
 @pytest.fixture
 def without_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which no operator in C++ comes first; tests/kernels/attention/test_cpu.py asks where they do."""
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
 
 
 @pytest.mark.usefixtures("without_cpp")

@@ -23,7 +23,7 @@ def linear(backend: str | None = None) -> OperationImpl:
 @pytest.fixture(params=["AuthenticAMD", "GenuineIntel"])
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(processor, "VENDOR", request.param)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     return request.param
 
 
@@ -205,7 +205,7 @@ def test_check_mode_and_runtime_dtype(compared: list[str], cpu: str) -> None:
 
 
 def test_settings_keep_few_rows_from_the_cpp_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     x, weight = torch.randn(4, 1024), torch.randn(512, 1024)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         operation = OperationRegistry.create("linear", OperationMetadata(runtime_dtype=dtype))

@@ -15,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.fixture(params=[True, False], ids=["dot products", "without"])
 def dot_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", request.param)
+    monkeypatch.setattr(processor, "AVX2", request.param)
     return bool(request.param)
 
 

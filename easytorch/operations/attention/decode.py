@@ -76,7 +76,7 @@ class DecodeAttention(AttentionImpl):
             return None
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         # `cpu.prefers` for tensors that `plain_token` has looked at: this is at each layer of each token
-        if processor.BFLOAT16_DOT_PRODUCTS and cpu.takes(query, key, value):
+        if processor.AVX2 and cpu.takes(query, key, value):
             return cpu.one_token(query, key, value, scale)
         return aten.one_token(query, key, value, softmax_scale)
 

@@ -147,7 +147,7 @@ def test_a_feature_that_the_operator_in_cpp_does_not_name_keeps_the_call_from_it
 ) -> None:
     if library.missing() is not None or (name == "decode" and rows > 1):
         pytest.skip(library.missing() or "decode takes one query")
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation = OperationRegistry.create(name)
     query, key = torch.zeros(1, rows, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 512, 2, 64, dtype=torch.bfloat16)
     before = operation.choose(query, key, key, causal=True)

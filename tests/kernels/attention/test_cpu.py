@@ -20,7 +20,7 @@ from tests.kernels.linear.guard import guarded
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+LEVELS = pytest.mark.parametrize("level", library.levels_of("attention"))
 # (B, T, S, H, K, D, Dv); a task has 48 queries, a tile 128 keys, a panel 16 or 8 of them
 SIZES = [
     (1, 1, 1, 1, 1, 1, 1), (2, 7, 7, 2, 1, 16, 16), (1, 50, 130, 4, 2, 33, 40), (2, 97, 97, 3, 3, 64, 64),
@@ -160,11 +160,11 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         {"causal": True, "sinks": torch.zeros(4)}, {"causal": True, "sliding_window": 99},
     ]  # fmt: skip
     for available in (True, False):
-        monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", available)
+        monkeypatch.setattr(processor, "AVX2", available)
         for options in given:
             choice = operation.choose(query, key, value, **options)
             assert (choice.implementation == "flash" and choice.backend == "cpu") == available, options
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     packed: dict[str, Any] = {"query_segment_ids": ids, "key_segment_ids": ids}
     mask = torch.ones(1024, 1024, dtype=torch.bool)
     for options in ({"mask": mask}, {"causal": True, "bias": torch.zeros(1)}, {"mask": mask, **packed}):

@@ -197,6 +197,14 @@ def test_a_library_is_named_after_all_that_it_is_made_of(tmp_path: Path, monkeyp
     assert key((), "2") != key((), "3")
 
 
+def test_a_source_is_compiled_for_the_levels_at_which_it_differs() -> None:
+    every = set(range(len(library.LEVELS)))
+    assert set(library.levels_of("quantized_matmul")) == every
+    bytes_alone = every - {library.LEVELS.index("avx512_vnni")}
+    for room in ("decode", "linear", "rms_norm", "rotary"):
+        assert set(library.levels_of(room)) == bytes_alone
+
+
 def test_a_library_is_on_disk_before_it_has_its_name(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, renamed = [], []
     sync, replace = os.fsync, os.replace

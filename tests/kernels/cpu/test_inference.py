@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from easytorch.kernels.cpu import inference, library, processor
 from easytorch.kernels.decode import cpu as decode
 from easytorch.kernels.linear import cpu as linear
+from easytorch.kernels.linear import preference
 from easytorch.kernels.rms_norm import cpu as rms_norm
 from easytorch.kernels.rotary import cpu as rotary
 
@@ -91,7 +92,8 @@ STATES = (under_a_mode, with_a_gradient, with_a_forward_gradient, in_vmap, in_jv
 @needs_library
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_in_every_state_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
+    monkeypatch.setattr(preference, "ONE_FLOAT32_ROW", True)
     ask = QUESTIONS[name]
     assert ask(torch.ones(1, 256)), "without a reason, it is taken"
     with torch.no_grad():
@@ -104,7 +106,7 @@ def test_in_every_state_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @needs_library
 @pytest.mark.parametrize("name", ["refusal", "linear", "rms_norm", "rotary"])
 def test_other_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     assert not of_a_subclass(QUESTIONS[name])
     assert name == "refusal" or not elsewhere(QUESTIONS[name])
 
@@ -148,7 +150,7 @@ FITTING: dict[str, tuple[Callable[..., bool], tuple[Any, ...], tuple[tuple[int, 
 @pytest.mark.parametrize("name", FITTING)
 def test_what_does_not_fit_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who ask call the operator right away, which checks what it reads, and not what it means."""
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     prefers, good, wrong = FITTING[name]
     assert prefers(*good)
     for place, one in wrong:

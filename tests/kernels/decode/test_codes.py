@@ -66,7 +66,7 @@ def compare(
 
 @needs_library
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(level)
     for number, size in enumerate(SIZES):
@@ -85,7 +85,7 @@ def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.parametrize("kind", CODES[1:], ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_every_code_of_float8_is_torchs(level: int, kind: torch.dtype) -> None:
     """A key that takes all weight gives its value: 256 of them."""
     value = torch.arange(256, dtype=torch.uint8).view(kind).reshape(1, 1, 1, 256)
@@ -174,7 +174,7 @@ def test_models_attend_to_a_quantized_cache_as_it_lies(kind: str, monkeypatch: p
     prompt = torch.randint(1, 64, (2, 9))
 
     def logits(fast: bool) -> Tensor:
-        monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", fast)
+        monkeypatch.setattr(processor, "AVX2", fast)
         cache = model.init_cache(batch_size=2, max_length=32, kind=kind, residual_length=5)
         given, found = prompt, []
         for _ in range(9):  # the cache is quantized again at the fifth and the tenth

@@ -60,7 +60,7 @@ def tensors(size: tuple[int, ...], generator: torch.Generator, dtype: torch.dtyp
 
 @needs_library
 @pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(level)
     for size in SIZES:
@@ -89,7 +89,7 @@ def test_any_layout() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_extreme_scores(level: int) -> None:
     """Scores far apart, infinite and NaN: as the definition in float32 has them."""
     query, value = torch.ones(1, 1, 1, 1), torch.arange(300.0).reshape(1, 300, 1, 1)
@@ -115,7 +115,7 @@ def test_extreme_scores(level: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_short_sequences_beside_a_long_one(level: int) -> None:
     """Each sums up the parts that it has: scores far below 0 would vanish beside a part that nobody computed."""
     generator = torch.Generator().manual_seed(level)

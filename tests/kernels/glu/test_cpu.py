@@ -47,7 +47,7 @@ def unit(name: str, backend: str | None = None) -> OperationImpl:
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("glu"))
 def test_odd_sizes_at_every_level(level: int, dtype: torch.dtype, name: str) -> None:
     activation, definition = UNITS[name]
     generator = torch.Generator().manual_seed(level)
@@ -60,7 +60,7 @@ def test_odd_sizes_at_every_level(level: int, dtype: torch.dtype, name: str) -> 
 
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("glu"))
 def test_every_gate_of_sixteen_bits(level: int, name: str) -> None:
     """All 65,536 numbers of each dtype, the subnormal, infinite and NaN ones too: within one unit of the last place of
     float64's result, and NaN and infinity where the definition has them."""
@@ -84,7 +84,7 @@ def test_every_gate_of_sixteen_bits(level: int, name: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("glu"))
 def test_float32_to_the_last_places(level: int, name: str) -> None:
     activation, definition = UNITS[name]
     gate = torch.cat([torch.linspace(-12, 12, 24001), torch.logspace(-40, 38, 2001), -torch.logspace(-40, 38, 2001)])
@@ -132,7 +132,8 @@ def test_many_rows_by_several_threads() -> None:
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
 def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
+    monkeypatch.setattr(processor, "AVX512", True)
     operation, options = unit(OPTIONS[name][0]), OPTIONS[name][1]
     for dtype in DTYPES:
         gate, up = torch.ones(2, 256, dtype=dtype), torch.ones(2, 256, dtype=dtype)
@@ -155,7 +156,12 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "cpu"
         assert operation(torch.ones(2, 256), torch.ones(2, 256), **options).dtype is torch.float32, "nothing is cast"
     torch.func.vmap(lambda row: operation(row, row, **options))(torch.ones(2, 256))
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX512", False)
+    for dtype in DTYPES:
+        gains = name == "gelu_tanh" or dtype is torch.float32
+        gate = torch.ones(2, 256, dtype=dtype)
+        assert operation.choose(gate, gate, **options).backend == ("cpu" if gains else "aten")
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(torch.ones(2, 256), torch.ones(2, 256), **options).backend == "aten"
 
 
@@ -195,7 +201,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
 @needs_library
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
 def test_layers_take_the_same_way(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     generator = torch.Generator().manual_seed(0)
     gate, up = torch.randn(3, 600, generator=generator).to(torch.bfloat16).chunk(2, -1)
     module = ACT2FN[act]

@@ -14,7 +14,7 @@ from tests.kernels.linear.guard import guarded
 
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("glu"))
 def test_odd_sizes_at_every_level(level: int, name: str) -> None:
     activation, definition = UNITS[name]
     generator = torch.Generator().manual_seed(level)
@@ -31,7 +31,7 @@ def test_odd_sizes_at_every_level(level: int, name: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("name", UNITS)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("glu"))
 def test_the_tails_are_the_definitions(level: int, name: str) -> None:
     activation, definition = UNITS[name]
     gate = torch.cat([torch.linspace(-200, 200, 4001), torch.logspace(-40, 18, 301), -torch.logspace(-40, 18, 301)])

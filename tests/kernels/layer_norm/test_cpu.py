@@ -20,7 +20,7 @@ from tests.kernels.linear.guard import guarded
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LEVELS = pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+LEVELS = pytest.mark.parametrize("level", library.levels_of("layer_norm"))
 NORMS: dict[str, tuple[bool, Callable[..., Tensor]]] = {
     "layer_norm": (True, layer_native.layer_norm),
     "rms_norm": (False, lambda x, weight, bias, eps: rms_native.rms_norm(x, weight, eps)),
@@ -127,7 +127,7 @@ def test_several_threads_give_the_bits_of_one_and_second_derivatives_are_the_def
 
 
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation: Any = OperationRegistry.create("layer_norm")
     x, vector = torch.ones(9, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
     assert operation.choose(x, vector, vector).backend == "cpu"
@@ -141,7 +141,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     forced = OperationRegistry.create("layer_norm", OperationMetadata(backend="cpu"))
     with pytest.raises(UnsupportedOperationError, match="float64"):
         forced(x.double(), vector)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(x, vector).backend == "aten"
 
 

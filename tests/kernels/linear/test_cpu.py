@@ -33,7 +33,7 @@ def linear(backend: str | None = None) -> OperationImpl:
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("linear"))
 def test_every_number_of_rows_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(level)
     for rows in (*range(1, 18), 33):
@@ -72,7 +72,7 @@ def test_any_layout(dtype: torch.dtype) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("linear"))
 def test_one_row_of_any_strides(level: int) -> None:
     """Of whole steps of columns, which the loops are given as they lie where they lie in one piece."""
     generator = torch.Generator().manual_seed(level)
@@ -88,7 +88,7 @@ def test_one_row_of_any_strides(level: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("linear"))
 def test_rounding_infinities_and_nan(level: int) -> None:
     """Results are rounded to nearest even, over the whole range of the dtype."""
     numbers = torch.tensor([1.0, 1.00390625, 1.01171875, 65519.0, 65520.0, -7e4, 3.3e38, 1e-8, 5.97e-8, 3e-8, 2.98e-8,
@@ -123,7 +123,8 @@ def test_gradients_transforms_and_torchs_own_check() -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
+    monkeypatch.setattr(preference, "ONE_FLOAT32_ROW", True)
     few = {torch.float32: 8, torch.bfloat16: 16, torch.float16: 16}
     for dtype, rows in few.items():
         weight = torch.zeros(512, 512, dtype=dtype)
@@ -140,14 +141,18 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, backend in ((preference.ATEN_COLUMNS - 32, "cpu"), (preference.ATEN_COLUMNS, "aten")):
         x, weight = torch.zeros(1, columns).half(), torch.zeros(8, columns).half()
         assert linear().choose(x, weight).backend == backend
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(preference, "ONE_FLOAT32_ROW", False)
+    for rows, backend in ((1, "aten"), (2, "cpu")):
+        assert linear().choose(torch.zeros(rows, 511), torch.zeros(512, 511)).backend == backend
+    assert linear().choose(torch.zeros(1, 512).bfloat16(), torch.zeros(512, 512).bfloat16()).backend == "cpu"
+    monkeypatch.setattr(processor, "AVX2", False)
     assert linear().choose(torch.zeros(1, 512).bfloat16(), torch.zeros(512, 512).bfloat16()).backend == "aten"
 
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sparse_tensors_are_atens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     x, weight = torch.ones(2, 512, dtype=dtype), torch.eye(512, dtype=dtype)
     layer = torch.nn.Linear(512, 512, bias=False, dtype=dtype)
     layer.weight = torch.nn.Parameter(weight.to_sparse(), requires_grad=False)
@@ -194,7 +199,7 @@ def test_what_it_does_not_carry_is_refused() -> None:
 
 @needs_library
 def test_a_layer_of_a_model_takes_it_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     calls: list[tuple[int, ...]] = []
     run = cpu.run
     monkeypatch.setattr(cpu, "run", lambda x, *rest: (calls.append(tuple(x.shape)), run(x, *rest))[1])
@@ -214,7 +219,7 @@ def test_a_layer_of_a_model_takes_it_where_nothing_listens(monkeypatch: pytest.M
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("linear"))
 def test_argmax_is_that_of_the_products(level: int) -> None:
     """Of equal numbers the first, NaN before all: over several blocks of the weight's rows, and a last one of few."""
     generator, none = torch.Generator().manual_seed(level), float("nan")
@@ -240,7 +245,7 @@ def test_argmax_is_that_of_the_products(level: int) -> None:
 
 @needs_library
 def test_argmax_of_a_layer_keeps_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     calls: list[tuple[int, ...]] = []
     run = cpu.argmax
     monkeypatch.setattr(cpu, "argmax", lambda x, *rest: (calls.append(tuple(x.shape)), run(x, *rest))[1])

@@ -171,7 +171,7 @@ def test_layouts_and_no_rows() -> None:
 
 @needs_library
 def test_the_choice_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation, weight = OperationRegistry.create("quantized_matmul"), quantize(torch.ones(32, 64), "int4", 32)
     x = torch.ones(16, 64, dtype=torch.bfloat16)
     assert operation.choose(x, weight).backend == "cpu"
@@ -232,7 +232,7 @@ def test_nothing_is_read_past_the_end() -> None:
 
 @needs_library
 def test_forward_mode_and_sparse_inputs_are_atens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     generator = torch.Generator().manual_seed(0)
     weight, x = quantize(torch.randn(64, 64, generator=generator), "int8"), torch.randn(2, 64, generator=generator)
     operation = OperationRegistry.create("quantized_matmul")

@@ -75,7 +75,7 @@ def test_the_library_lays_out_the_same(format: str) -> None:
         found = cpu_layout.interleave(weight.data, format, weight.shape[1], 32 if one else weight.group_size)
         # None where this CPU has no dot products of bytes
         assert found is None or torch.equal(found, expected)
-        assert (found is not None) or not processor.BFLOAT16_DOT_PRODUCTS
+        assert (found is not None) or not processor.BYTE_DOT_PRODUCTS
         assert torch.equal(cpu_layout.separate(expected, format, weight.shape[1]), weight.data)
 
 

@@ -94,7 +94,7 @@ def test_the_operation(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (grad,) = torch.autograd.grad(operation(x, weight).sum(), x)
     torch.testing.assert_close(grad, weight.dequantize().sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
     if library.missing() is None:
-        monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+        monkeypatch.setattr(processor, "AVX2", True)
         assert operation.choose(x.detach(), weight).backend == "cpu"
     for backend in ("triton", "pallas"):
         assert operation.supports(backend, x, weight) == f"its kernels do not read llama.cpp's blocks, got {format}"

@@ -31,7 +31,7 @@ def coded(pages: torch.Tensor, kind: torch.dtype, group: int) -> Codes:
 
 @needs_library
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("decode"))
 def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for number, (lengths, sizes) in enumerate(SIZES):

@@ -22,7 +22,7 @@ from tests.kernels.linear.guard import guarded
 from tests.operations.test_ragged_page import CASES, MIXED, Batch, dense, make
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
-LEVELS = pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+LEVELS = pytest.mark.parametrize("level", library.levels_of("decode"))
 # rows and keys of sequences, and what else `make` takes: more keys than a block and a task have, rows than a block has
 SIZES: tuple[tuple[tuple[list[int], list[int]], dict[str, Any]], ...] = (
     (([1], [1]), {"heads": 1, "kv_heads": 1, "dim": 1, "value_dim": 1, "page_size": 1}),
@@ -204,7 +204,7 @@ def test_it_is_chosen_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     from easytorch.kernels.cpu import processor
 
     operation, batch = OperationRegistry.create("ragged_page_attention"), make(*MIXED)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     assert operation.choose(*batch).backend == "cpu"
     asked = batch._replace(query=batch.query.clone().requires_grad_())
     assert operation.choose(*asked).backend == "aten"
@@ -216,7 +216,7 @@ def test_it_is_chosen_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert operation.choose(*(x.double() if x.is_floating_point() else x for x in batch)).backend == "aten"
     with torch.autocast("cpu", torch.bfloat16):
         assert operation.choose(*batch).backend == "aten"
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(*batch).backend == "aten"
 
 

@@ -19,7 +19,7 @@ from tests.kernels.linear.guard import guarded
 from tests.operations.test_state_space import DEFINITION, DTYPES, OPERATIONS, arguments, floating, segments
 
 needs_library = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
-LEVELS = pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+LEVELS = pytest.mark.parametrize("level", library.levels_of("ssm1"))
 OPTIONAL = {"bias", "initial_state", "activation", "D", "z", "dt_bias", "dt_softplus", "dt_limit", "use_qk_l2norm"}
 
 
@@ -118,7 +118,7 @@ def test_several_threads_give_the_bits_of_one(name: str) -> None:
 @needs_library
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation = OperationRegistry.create(name)
     for dtype in DTYPES:
         given = as_(arguments(name, 5), dtype)
@@ -140,7 +140,7 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         forced(**recorded)
     with pytest.raises(UnsupportedOperationError, match="float64"):
         forced(**as_(arguments(name, 5), torch.float64))
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(**arguments(name, 5)).backend == "aten"
 
 

@@ -22,7 +22,7 @@ def rms_norm(backend: str | None = None) -> OperationImpl:
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("rms_norm"))
 def test_odd_sizes_at_every_level(level: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(level)
     for n in (1, 7, 8, 15, 16, 31, 33, 60, 64, 65, 128, 1000):
@@ -60,7 +60,7 @@ def test_any_layout(dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("rms_norm"))
 def test_the_ends_of_the_range_are_the_definitions(level: int, dtype: torch.dtype) -> None:
     """Infinities, NaN, rows of zeros without eps, and numbers whose squares overflow or vanish."""
     largest = torch.finfo(dtype).max
@@ -100,7 +100,7 @@ def test_many_rows_by_several_threads() -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation: OperationImpl = rms_norm()
     for dtype in DTYPES:
         x, weight = torch.ones(2, 256, dtype=dtype), torch.ones(256, dtype=dtype)
@@ -121,7 +121,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert operation.choose(torch.ones(2, 256)).backend == "cpu"
         assert operation(torch.ones(2, 256)).dtype is torch.float32, "nothing is cast"
     torch.func.vmap(lambda row: operation(row))(torch.ones(2, 256))
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(torch.ones(2, 256)).backend == "aten"
 
 
@@ -142,7 +142,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
 
 @needs_library
 def test_the_layer_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     layer = RMSNorm(256).to(torch.bfloat16)
     torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

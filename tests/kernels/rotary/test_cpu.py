@@ -26,7 +26,7 @@ def numbers(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("rotary"))
 def test_odd_sizes_have_the_bits_of_the_definition(level: int, dtype: torch.dtype) -> None:
     for batch, tables, tokens, heads, kv_heads, dim, turned in (
         (1, 1, 1, 4, 2, 64, 64), (2, 1, 3, 1, 1, 2, 2), (2, 2, 5, 3, 1, 60, 38), (3, 3, 1, 2, 2, 33, 16),
@@ -77,7 +77,7 @@ def test_any_layout(dtype: torch.dtype) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+@pytest.mark.parametrize("level", library.levels_of("rotary"))
 def test_infinities_and_nan_are_the_definitions(level: int) -> None:
     for dtype in DTYPES:
         query, key, cos, sin = numbers((1, 2, 3, 34), (1, 2, 1, 34), (1, 2, 34), (1, 2, 34), dtype=dtype)
@@ -89,7 +89,7 @@ def test_infinities_and_nan_are_the_definitions(level: int) -> None:
 
 @needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    monkeypatch.setattr(processor, "AVX2", True)
     operation = rotary()
     for dtype in DTYPES:
         query, key, table = numbers((2, 1, 4, 32), (2, 1, 2, 32), (1, 1, 32), dtype=dtype)
@@ -102,7 +102,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operation.choose(query, key, table.float(), table.float()).backend == "aten"
     with pytest.raises(ValueError, match="rotary takes"):
         operation(query, key, table[:, :, :31], table)
-    monkeypatch.setattr(processor, "BFLOAT16_DOT_PRODUCTS", False)
+    monkeypatch.setattr(processor, "AVX2", False)
     assert operation.choose(query, key, table, table).backend == "aten"
 
 
