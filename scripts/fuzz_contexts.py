@@ -723,7 +723,7 @@ def outcome(case: Case, rng: random.Random, refused: collections.Counter[str] | 
 
 def choose_cpp_everywhere(set_: Callable[[Any, str, Any], None] = setattr) -> None:
     """So that small cases reach the operators in C++, which the tables leave to larger ones."""
-    set_(processor, "BFLOAT16_DOT_PRODUCTS", True)
+    set_(processor, "AVX2", True)
     set_(preference, "FEW_ROWS", dict.fromkeys(preference.FEW_ROWS, (16, 1)))
     for module in (rms_norm_cpu, glu_cpu):
         set_(module, "SMALLEST_ROW", 1)

@@ -591,7 +591,7 @@ def main() -> int:
             failed += 1
             print(f"FAILED --seed {options.seed} --only {number}: {case}", *result.problems, sep="\n    ", flush=True)
     many = options.only is None and not options.small and not INTERPRETED and options.cases >= 200
-    in_cpp = library.missing() is None and processor.BFLOAT16_DOT_PRODUCTS
+    in_cpp = library.missing() is None and processor.AVX2
     missing = (CHOICES | CHOICES_IN_CPP if in_cpp else CHOICES) - set(chosen) if many else set()
     if missing:
         print(f"the automatic choice never chose {', '.join(sorted(missing))}: more cases, or other sizes")
