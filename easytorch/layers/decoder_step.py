@@ -49,15 +49,18 @@ _FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
 
 
 def steps(x: Tensor) -> bool:
-    """Whether the operators may take hidden states x: one token of each of a few rows, on a CPU."""
+    """Whether the operators may take hidden states x, which are a few tokens, on a CPU."""
     return cpu.takes(x) and untouched()
 
 
 def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run.
+    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run, as for
+    several tokens of a row.
 
     kwargs: those that the attention is called with.
     """
+    if x.shape[1] != 1:
+        return None
     kind: Any = type(module)
     normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
     if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
@@ -103,7 +106,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
 
 
 def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:
-    """x + mlp(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run."""
+    """x + mlp(norm(x)) for x that `steps` takes, (B, T, D) -> (B, T, D); None where the modules are to run."""
     if not _is(type(module), _FEED_FORWARD) or watched(module):
         return None
     modules: Any = module._modules
@@ -116,7 +119,9 @@ def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor |
     if not (cpu.takes_product(x, gate, up) and cpu.takes_product(x, down)):
         return None
     eps: Any = norm.variance_epsilon
-    return cpu.feed_forward_step(x, FeedForwardWeights(scale, gate, up, down, eps, activation))
+    weights = FeedForwardWeights(scale, gate, up, down, eps, activation)
+    # a row of the operator is a token: those of a batch, of several requests, or of one sequence
+    return cpu.feed_forward_step(x.flatten(0, 1)[:, None], weights).view(x.shape)
 
 
 def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:

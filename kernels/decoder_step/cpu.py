@@ -37,16 +37,15 @@ _NO_SCALE, _NO_ZERO = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=to
 
 
 def takes(x: Tensor) -> bool:
-    """True where a step of hidden states x (B, 1, D) may be in C++, if its weights are taken too. It may build the
-    library."""
+    """True where a half of a layer may be in C++ for hidden states x (B, T, D), if its weights are taken too. It may build
+    the library."""
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and processor.AVX2  # where it was measured
         and x.dtype in ABSENT
         and x.dim() == 3
-        and x.shape[1] == 1
-        and 0 < x.shape[0] <= preference.FEW_ROWS[x.dtype][0]
+        and 0 < x.shape[0] * x.shape[1] <= preference.FEW_ROWS[x.dtype][0]
         and x.shape[2] >= SMALLEST_ROW
         and type(x) is Tensor
         and x.is_cpu

@@ -315,6 +315,23 @@ def test_a_layer_that_was_replaced_or_changed_is_run(name: str) -> None:
     assert (plain - expected).norm() > 1e-3 * plain.norm()
 
 
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("shape", [(1, 5), (2, 4), (8, 1), (3, 3)], ids=str)
+def test_a_few_tokens_of_any_rows_are_one_step_of_the_feed_forward(shape: tuple[int, int], format: str | None) -> None:
+    """As those of several requests are, or the tokens that a draft proposes."""
+    one = model() if format is None else easytorch.protocol.quantization.quantize(model(), format)
+    ids = IDS.flatten()[: shape[0] * shape[1]].reshape(shape)
+    with torch.no_grad():
+        with by_modules():
+            expected = one(ids).logits
+        with counted() as calls:
+            got = one(ids).logits
+    rows = shape[0] * shape[1]
+    assert calls == {"attention_step": 0, "feed_forward_step": LAYERS if rows <= 8 else 0}
+    assert got.shape == expected.shape
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_what_asks_for_more_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     one = model()
 
