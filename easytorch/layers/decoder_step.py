@@ -54,8 +54,7 @@ def steps(x: Tensor) -> bool:
 
 
 def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run, as for
-    several tokens of a row.
+    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run.
 
     kwargs: those that the attention is called with.
     """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from easytorch.kernels.linear import recorded
+from easytorch.kernels.linear import products, recorded
 from easytorch.kernels.linear.preference import smallest_weight
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
@@ -60,6 +60,8 @@ def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if plain and torch.is_grad_enabled() and _recordable(weight) and recorded.prefers(x, (weight,)):
         bias = parameters["bias"]
         return recorded.linear(x, (weight,), () if bias is None else (bias,))
+    if plain and x.dtype in products.WIDENED:
+        return products.linear(x, weight, parameters["bias"])
     # calling the module takes 2 of 7 us more: its attribute lookups of the weights are slow
     return F.linear(x, weight, parameters["bias"])
 
@@ -88,7 +90,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     if rows is not None:
         return rows
     asks = x.dtype == torch.float32 and x.is_cpu and weight.numel() >= smallest_weight()
-    return _OPERATION(x, weight, bias) if asks else F.linear(x, weight, bias)
+    return _OPERATION(x, weight, bias) if asks else products.linear(x, weight, bias)
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:

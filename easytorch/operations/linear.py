@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
-from easytorch.kernels.linear import cpu, native, onednn
+from easytorch.kernels.linear import cpu, native, onednn, products
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
@@ -88,7 +87,7 @@ class Linear(OperationImpl):
     def forward_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, weight, bias = self._cast(x, weight, bias)
         native.check_tensors(x, weight, bias)
-        return F.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @backend("aten")
     def forward_tpu(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -31,4 +31,6 @@ VENDOR = _vendor(_cpuinfo())
 # The C++ operators were measured on CPUs with these, and are chosen on no others: of levels.h the second and the third.
 AVX2 = _has(_cpuinfo(), "avx2", "fma", "f16c")
 AVX512 = AVX2 and _has(_cpuinfo(), "avx512f", "avx512bw", "avx512dq", "avx512vl")
+BFLOAT16_PRODUCTS = _has(_cpuinfo(), "avx512_bf16") or _has(_cpuinfo(), "amx_bf16")
+FLOAT16_PRODUCTS = _has(_cpuinfo(), "avx512_fp16") or _has(_cpuinfo(), "amx_fp16")
 BYTE_DOT_PRODUCTS = AVX512 and _has(_cpuinfo(), "avx512_vnni")

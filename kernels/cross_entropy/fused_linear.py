@@ -25,7 +25,8 @@ from easytorch.kernels.cross_entropy.native import (
 )
 from easytorch.kernels.interop.arguments import check_int64
 from easytorch.kernels.interop.torch_func import eager, transforming
-from easytorch.kernels.linear.recorded import product
+from easytorch.kernels.linear import products
+from easytorch.kernels.linear.products import product
 
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -137,8 +138,10 @@ def over_chunks(
         if grad is None:
             continue
         if wanted[0]:
-            hidden_grads.append((grad @ weight).to(hidden.dtype))
-        if wanted[1] and weight_grad.dtype == grad.dtype:
+            hidden_grads.append(_product(grad, weight.t()).to(hidden.dtype))
+        if wanted[1] and weight_grad.dtype == grad.dtype in products.HALVES:  # there is one chunk
+            weight_grad.copy_(_product(grad.t(), part.t()))
+        elif wanted[1] and weight_grad.dtype == grad.dtype:
             weight_grad.addmm_(grad.t(), part, beta=float(start > 0))  # of beta 0 nothing is read
         elif wanted[1]:
             _add_wide(weight_grad, grad, part, first=start == 0)
@@ -149,6 +152,11 @@ def over_chunks(
     return torch.cat(losses), hidden_grad, weight_grad, bias_grad
 
 
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (M, K) @ b.T, b (N, K)."""
+    return product(a, b) if a.is_cpu else a @ b.t()
+
+
 def _add_wide(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor, *, first: bool) -> None:
     """total (V, D) += grad (n, V).T @ part (n, D), which are narrower; first: total is not read.
 
@@ -157,7 +165,7 @@ def _add_wide(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor, *, fi
     classes = max(1, PRODUCT_IN_CACHE // part.shape[1]) if total.is_cpu else len(total)
     for start in range(0, len(total), classes):
         rows = slice(start, start + classes)
-        product_of_rows = grad[:, rows].t() @ part
+        product_of_rows = _product(grad[:, rows].t(), part.t())
         total[rows].copy_(product_of_rows) if first else total[rows].add_(product_of_rows)
 
 

@@ -37,8 +37,10 @@ _NO_SCALE, _NO_ZERO = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=to
 
 
 def takes(x: Tensor) -> bool:
-    """True where a half of a layer may be in C++ for hidden states x (B, T, D), if its weights are taken too. It may build
-    the library."""
+    """True where a half of a layer may be in C++ for hidden states x (B, T, D), if its weights are taken too.
+
+    It may build the library.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()

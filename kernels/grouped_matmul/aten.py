@@ -8,11 +8,11 @@ import torch
 
 from easytorch.kernels.grouped_matmul import operators
 from easytorch.kernels.grouped_matmul.native import check_arguments
-from easytorch.kernels.linear import onednn, preference
+from easytorch.kernels.linear import onednn, preference, products
 
-# Rows from which float16 is multiplied in float32. Measured, K 1024 and N 768, 2 threads of an AVX-512 CPU without
-# float16 arithmetic: 0.25 against 0.34 ms for 4 rows, 33 against 6 ms for 512; 284 where the weight is (K, N).
-_HALF_ROWS = 8
+# Rows from which a 16-bit dtype that the CPU has no instructions for is multiplied in float32. Measured of float16,
+# K 1024 and N 768, 2 threads: 0.25 against 0.34 ms for 4 rows, 33 against 6 ms for 512; 284 where the weight is (K, N).
+_WIDENED_ROWS = 8
 # Multiplications from which oneDNN's tenth to quarter pays for the 0.6 ms that it takes to prepare for a number of rows
 # it has not met: those of a group are seldom the same twice.
 _ONEDNN_WORK = 2**28
@@ -73,7 +73,8 @@ def _groups(group_sizes: torch.Tensor, rows: int) -> Iterator[tuple[int, int, in
 
 def _multiply_into(output: torch.Tensor, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> None:
     """output = left @ right + bias, summed in float32 and rounded once."""
-    if left.dtype == torch.float16 and (left.shape[0] >= _HALF_ROWS or right.stride(0) != 1):
+    many = left.shape[0] >= _WIDENED_ROWS or (left.dtype == torch.float16 and right.stride(0) != 1)
+    if left.dtype in products.WIDENED and many:
         product = left.float() @ right.float()
         output.copy_(product if bias is None else product.add_(bias))
     elif _for_onednn(left, right):
@@ -92,7 +93,8 @@ def _for_grouped_mm(x: torch.Tensor, matrices: torch.Tensor, groups: list[tuple[
     largest = max((end - start for _, start, end in groups), default=0)
     if largest == 0 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if x.dtype == torch.float16 and (matrices.stride(1) != 1 or largest >= 2 * _HALF_ROWS):
+    slow = largest >= 2 * _WIDENED_ROWS or (x.dtype == torch.float16 and matrices.stride(1) != 1)
+    if x.dtype in products.WIDENED and slow:
         return False
     if _for_onednn(x[:largest], matrices[0]):
         return False

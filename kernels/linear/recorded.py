@@ -1,4 +1,4 @@
-"""`linear` of a CPU in training: what ATen records, with oneDNN's products in float32 and fewer copies under autocast.
+"""`linear` of a CPU in training: what ATen records, by the products of products.py, with fewer copies under autocast.
 
 Autocast casts the input and the weight of every layer, and autograd keeps both; here the input is cast once for all
 layers that share it, and the weight again in the backward pass, which takes a hundredth of its products.
@@ -13,21 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop.definition_gradients import by_definition
 from easytorch.kernels.interop.torch_func import as_given, recording, transforming
+from easytorch.kernels.linear.products import WIDENED, prefers_onednn, product
 
 # Rows and elements of a weight from which it is taken: below, the Python around it costs what it saves.
 LEAST_ROWS, SMALLEST_WEIGHT = 64, 2**16
-# Elements of a float32 weight from which oneDNN is asked in training, on AMD's CPUs. Time over MKL's, 1024 rows, one
-# thread of an EPYC (Zen 4), torch 2.13:
-#
-#     weight (N, K)      (384, 384)  (1024, 384)  (2048, 384)  (384, 1024)  (32000, 384)
-#     output               0.91         0.73         0.90         0.78         1.01; 256 rows 0.71, 512 rows 0.86
-#     gradient of x        0.87         0.70         0.89         0.73         0.94
-#     gradient of weight   1.10         1.04         0.93         0.98         1.36
-ONEDNN_WEIGHT = 2**17
-_ONEDNN = torch.backends.mkldnn.is_available() and processor.VENDOR == "AuthenticAMD"
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16)
 
@@ -50,7 +41,9 @@ def prefers(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if torch.is_autocast_enabled("cpu"):
         floating = x.dtype in _FLOATS and weights[0].dtype in _FLOATS
         return floating and torch.get_autocast_dtype("cpu") is torch.bfloat16 and elements >= SMALLEST_WEIGHT
-    return x.dtype is weights[0].dtype is torch.float32 and _prefers_onednn(elements)
+    if x.dtype is not weights[0].dtype:
+        return False
+    return prefers_onednn(elements) if x.dtype is torch.float32 else x.dtype in WIDENED and elements >= SMALLEST_WEIGHT
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
@@ -63,18 +56,6 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) 
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     output: Tensor = _Linear.apply(x.to(dtype), len(weights), *weights, *biases)
     return output
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) @ b.T, b (N, K), in their one dtype, without gradients."""
-    if a.dtype is torch.float32 and _prefers_onednn(b.numel()) and a.numel() and b.numel():
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-        return found
-    return a @ b.t()
-
-
-def _prefers_onednn(elements: int) -> bool:
-    return _ONEDNN and elements >= ONEDNN_WEIGHT and bool(torch.backends.mkldnn.enabled)
 
 
 class _Linear(torch.autograd.Function):
@@ -106,7 +87,7 @@ class _Linear(torch.autograd.Function):
             if of_x:
                 grads[0] = product(by_rows, _joint(weights).to(x.dtype).t()).view(x.shape)
             if any(of_weights):
-                found = by_rows.t() @ x.reshape(-1, x.shape[-1])
+                found = product(by_rows.t(), x.reshape(-1, x.shape[-1]).t())
                 grads[1:] = found.to(weights[0].dtype).split(sizes)
         if any(of_biases):
             grads += by_rows.sum(0, dtype=ctx.biases[0]).split(sizes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from easytorch.kernels.linear import recorded
+from easytorch.kernels.linear import products, recorded
 
 ROWS, WIDTH, SIZES = 70, 320, (300, 130)  # two layers of one input; enough for oneDNN
 
@@ -28,7 +28,7 @@ def call(x: torch.Tensor, weights: list[torch.nn.Parameter], biases: list[torch.
 def test_outputs_and_gradients_are_those_of_float64(
     dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "_ONEDNN", torch.backends.mkldnn.is_available())  # whatever this CPU prefers
+    monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())  # whatever this CPU prefers
     x, weights, biases = given(biased)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
         output = call(x, weights, biases)
@@ -46,7 +46,7 @@ def test_outputs_and_gradients_are_those_of_float64(
 
 
 def test_gradients_of_gradients_and_frozen_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_ONEDNN", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())
     x, weights, biases = given(True)
 
     def second(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -63,7 +63,7 @@ def test_gradients_of_gradients_and_frozen_weights(monkeypatch: pytest.MonkeyPat
 
 
 def test_small_and_traced_calls_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_ONEDNN", True)
+    monkeypatch.setattr(products, "_ONEDNN", True)
     x, weights, _ = given(False)
     assert recorded.prefers(x, weights)
     assert recorded.takes(x) and not recorded.takes(x[0, :3])
@@ -77,7 +77,7 @@ def test_small_and_traced_calls_are_left_to_aten(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_kept_for_the_gradients_is_the_input_and_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks that keep them elsewhere, as `save_on_cpu`, give back weights that are no longer side by side."""
-    monkeypatch.setattr(recorded, "_ONEDNN", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())
     x, weights, biases = given(True)
     expected = torch.autograd.grad(call(x, weights, biases).sin().sum(), (x, *weights, *biases))
     kept: list[torch.Tensor] = []
