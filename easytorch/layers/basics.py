@@ -34,3 +34,11 @@ def activation(name_or_function: str | nn.Module) -> nn.Module:
     if name_or_function not in ACT2FN:
         raise ValueError(f"no activation is called {name_or_function!r}; known: {', '.join(sorted(ACT2FN))}")
     return ACT2FN[name_or_function]
+
+
+def plain_activation(name_or_function: str | nn.Module) -> nn.Module:
+    """The same for layers whose checkpoints have no place for weights of an activation, as "xielu" has them."""
+    act = activation(name_or_function)
+    if any(True for _ in act.parameters()):
+        raise ValueError(f"the activation {name_or_function!r} has weights, for which these layers have no place")
+    return act

@@ -25,7 +25,23 @@ _LEAST = {
     "decoder_sparse_step": 1,
     "word_embed_proj_dim": 1,
     "ffn_dim": 0,
+    "n_inner": 0,
+    "embed_dim": 1,
+    "num_channels": 1,
+    "patch_size": 1,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "linear_num_key_heads": 1,
+    "linear_head_dim": 1,
+    "linear_num_heads": 1,
+    "kv_lora_rank": 1,
+    "time_step_rank": 1,
 }
+# What a count that none of the above is ends with, of which 0 may be one and a negative number is none.
+_COUNTED = (
+    *("_size", "_dim", "_rank", "_heads", "_experts", "_kernel", "_groups", "_channels", "_layers", "_tokens"),
+    *("_state", "_conv", "_input", "_patches", "_dims", "_embeddings", "_ratio", "_per_image"),
+)
 
 
 def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> None:
@@ -43,6 +59,9 @@ def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> N
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{config.model_type}: config.{name}={value!r} must be an integer of {least} or more")
+    for name, value in vars(config).items():
+        if name.endswith(_COUNTED) and isinstance(value, int | float) and value < 0:
+            raise ValueError(f"{config.model_type}: config.{name}={value!r} must not be negative")
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(heads, int):
         return

@@ -22,11 +22,12 @@ from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear, watched
 
 
-def check_heads(hidden_size: int, heads: int) -> None:
-    """`ValueError` where the heads do not share the hidden size evenly."""
+def check_heads(hidden_size: int, heads: int, entries: str = "hidden_size or num_attention_heads") -> None:
+    """`ValueError` where the heads do not share the hidden size evenly. entries: their names in the config."""
     if hidden_size % heads:
         raise ValueError(
-            f"The hidden size ({hidden_size}) is not a multiple of the number of attention heads ({heads})"
+            f"The hidden size ({hidden_size}) is not a multiple of the number of attention heads ({heads}): change "
+            f"config.{entries}"
         )
 
 
@@ -55,7 +56,7 @@ class MultiHeadAttention(FusedProjections):
     def width_of_heads(cls, config: Any) -> int:
         """The width of a head. `ValueError` where the config's heads do not share the hidden size evenly."""
         heads = getattr(config, cls.heads_name)
-        check_heads(config.hidden_size, heads)
+        check_heads(config.hidden_size, heads, f"hidden_size or {cls.heads_name}")
         width: int = config.hidden_size // heads
         return width
 

@@ -120,7 +120,7 @@ class Experts(nn.Module):
         intermediate_size: int,
         *,
         hidden_size: int | None = None,
-        act: str | None = None,
+        act: str | nn.Module | None = None,
     ) -> None:
         """hidden_size, act: of the config unless given."""
         super().__init__()

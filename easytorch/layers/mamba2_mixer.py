@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from easytorch.layers.basics import activation
+from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear
 from easytorch.layers.recurrent import GroupedRMSNorm, convolve, per_sequence, recurrent_state, without_padding
 from easytorch.operations import OperationRegistry
@@ -22,8 +22,10 @@ class Mamba2Mixer(nn.Module):
     """out_proj(norm(ssm2(conv(x)) * silu(gate))): (B, T, D) -> (B, T, D).
 
     A family overrides `project` and `normalize` where it differs. Legend: B batch, T tokens, D hidden size, H heads,
-    P head_dim, G groups of heads that share B and C, N state size.
+    P head_dim, G groups of heads that share B and C, N state size. entries: the config's names of heads and groups.
     """
+
+    entries: ClassVar[tuple[str, str]] = ("mamba_n_heads", "mamba_n_groups")
 
     def __init__(
         self,
@@ -43,8 +45,12 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         if heads % groups:
-            raise ValueError(f"Mamba 2: {heads} heads in {groups} groups; they must divide evenly")
-        activation(act)  # refused here by name, not at the first token
+            raise ValueError(
+                f"Mamba 2: {heads} heads in {groups} groups; config.{' and '.join(self.entries)} must divide evenly"
+            )
+        if len(time_step_limit) != 2:
+            raise ValueError(f"Mamba 2: config.time_step_limit={time_step_limit!r} must be (least, greatest)")
+        plain_activation(act)  # refused here by name, not at the first token
         self.norm_before_gate = False
         self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
         self.heads, self.head_dim, self.groups, self.state_size = heads, head_dim, groups, state_size

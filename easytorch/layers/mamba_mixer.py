@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from easytorch.layers.basics import activation
+from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.mamba2_mixer import initial_time_steps
 from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, without_padding
@@ -27,13 +27,15 @@ class MambaMixer(nn.Module):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        activation(config.hidden_act)  # refused here by name, not at the first token
+        plain_activation(config.hidden_act)  # refused here by name, not at the first token
         if config.time_step_init_scheme not in ("constant", "random"):
             raise ValueError(
                 f"mamba: config.time_step_init_scheme={config.time_step_init_scheme!r}; it is 'constant' or 'random'"
             )
         self.layer_idx, self.activation = layer_idx, config.hidden_act
         channels, hidden = config.intermediate_size, config.hidden_size
+        if not channels:
+            raise ValueError(f"mamba: config.intermediate_size={channels} must be 1 or more")
         rank, size = int(config.time_step_rank), config.state_size
         self.parts = (rank, size, size)  # of x_proj: time step, B, C
         kernel = config.conv_kernel

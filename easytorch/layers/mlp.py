@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from easytorch.layers.basics import activation
+from easytorch.layers.basics import activation, plain_activation
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.gate import gated
 from easytorch.layers.linear import eager_inference, linear, plain_weight, watched
@@ -78,7 +78,7 @@ class PlainMLP(nn.Module):
         super().__init__()
         setattr(self, self.up_name, nn.Linear(hidden_size, intermediate_size, bias=bias))
         setattr(self, self.down_name, nn.Linear(intermediate_size, hidden_size, bias=bias))
-        self.act_fn = activation(act)
+        self.act_fn = plain_activation(act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(getattr(self, self.down_name), self.act_fn(linear(getattr(self, self.up_name), x)))

@@ -57,7 +57,7 @@ class VisionRotaryEmbedding(AxialRotaryTables):
     """cos and sin of rows and columns, each of which rotates half of a head."""
 
     def __init__(self, config: Any, hidden_size: int) -> None:
-        check_heads(hidden_size, config.num_heads)
+        check_heads(hidden_size, config.num_heads, "hidden_size or num_heads")
         super().__init__(config, hidden_size // config.num_heads)
 
     @torch.no_grad()

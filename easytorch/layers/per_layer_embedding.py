@@ -52,6 +52,8 @@ class PerLayerEmbedding(_Backbone):
         self.hidden_size_per_layer_input = width
         if width:
             every, tokens = config.num_hidden_layers * width, config.vocab_size_per_layer_input
+            if tokens < 1:
+                raise ValueError(f"{config.model_type}: config.vocab_size_per_layer_input={tokens} must be 1 or more")
             self.embed_tokens_per_layer = ScaledEmbedding(tokens, every, padding_of(config), width**0.5)
             self.per_layer_model_projection = nn.Linear(config.hidden_size, every, bias=False)
             self.per_layer_projection_norm = Float32RMSNorm(width, eps=config.rms_norm_eps)

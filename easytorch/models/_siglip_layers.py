@@ -77,6 +77,7 @@ class SiglipTextEmbeddings(TextEmbeddings):
 
 
 class SiglipPreTrainedModel(NativeModel):
+    least_counts: ClassVar = {"intermediate_size": 1}  # its first weights are drawn by their widths
     config: SiglipConfig
     config_class = SiglipConfig
     base_model_prefix = "siglip"

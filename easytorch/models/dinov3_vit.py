@@ -46,7 +46,8 @@ class DINOv3ViTRopePositionEmbedding(RotaryTables):
         self.head_dim = config.hidden_size // config.num_attention_heads
         if self.head_dim % 4:
             raise ValueError(
-                f"{config.model_type}: heads of {self.head_dim} numbers; rows and columns need a multiple of 4"
+                f"{config.model_type}: heads of {self.head_dim} numbers (config.hidden_size / "
+                "num_attention_heads); rows and columns need a multiple of 4"
             )
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 

@@ -53,6 +53,8 @@ class FalconH1Mixer(mamba2_mixer.Mamba2Mixer):
             eps=config.rms_norm_eps,
             time_step_limit=config.time_step_limit,
         )
+        if len(config.ssm_multipliers) != 5:
+            raise ValueError(f"falcon_h1: config.ssm_multipliers={config.ssm_multipliers} must be 5 numbers")
         if not config.mamba_rms_norm:
             self.norm = nn.Identity()
         self.norm_before_gate = config.mamba_rms_norm and config.mamba_norm_before_gate
@@ -78,6 +80,8 @@ class FalconH1Mixer(mamba2_mixer.Mamba2Mixer):
 class FalconH1MLP(GatedMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias)
+        if len(config.mlp_multipliers) != 2:
+            raise ValueError(f"falcon_h1: config.mlp_multipliers={config.mlp_multipliers} must be 2 numbers")
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,21 @@ class Gemma2MLP(GatedMLP):
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_activation)
 
 
+def score_scale(config: Any) -> float:
+    """1 / sqrt(query_pre_attn_scalar). `ValueError` where that is no number."""
+    if not config.query_pre_attn_scalar > 0:
+        raise ValueError(
+            f"{config.model_type}: config.query_pre_attn_scalar={config.query_pre_attn_scalar} must be more than 0"
+        )
+    scale: float = config.query_pre_attn_scalar**-0.5
+    return scale
+
+
 class Gemma2Attention(GroupedAttention):
     types_of_layers = staticmethod(types_of_config)
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        scaling, softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        scaling, softcap = score_scale(config), config.attn_logit_softcapping
         super().__init__(config, layer_idx, scaling=scaling, softcap=softcap)
         self.is_causal = not config.use_bidirectional_attention
 

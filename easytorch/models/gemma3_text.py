@@ -18,7 +18,7 @@ from easytorch.layers.heads import SequenceClassificationHead, SoftcappedCausalL
 from easytorch.layers.masks import FULL, SLIDING, Masks, masks_by_layer_type, types_of_config
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
-from easytorch.models.gemma2 import Gemma2DecoderLayer
+from easytorch.models.gemma2 import Gemma2DecoderLayer, score_scale
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -27,7 +27,7 @@ class Gemma3Attention(HeadNormAttention):
     norm_class = ZeroCenteredRMSNorm
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx, scaling=config.query_pre_attn_scalar**-0.5)
+        super().__init__(config, layer_idx, scaling=score_scale(config))
         self.is_causal = not config.use_bidirectional_attention
 
 

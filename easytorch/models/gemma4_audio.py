@@ -149,6 +149,11 @@ class Gemma4AudioSubSampleConvProjection(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        if len(config.subsampling_conv_channels) != 2 or min(config.subsampling_conv_channels) < 1:
+            raise ValueError(
+                f"{config.model_type}: config.subsampling_conv_channels={config.subsampling_conv_channels} must be two "
+                "numbers of 1 or more"
+            )
         first, second = config.subsampling_conv_channels
         self.layer0 = Gemma4AudioSubSampleConvProjectionLayer(1, first, config.rms_norm_eps)
         self.layer1 = Gemma4AudioSubSampleConvProjectionLayer(first, second, config.rms_norm_eps)

@@ -11,6 +11,7 @@ from transformers import GenerationMixin, GptOssConfig, PreTrainedConfig, initia
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.layers.basics import plain_activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -45,7 +46,8 @@ class GptOssExperts(Experts):
     is_concatenated = False
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, config.num_local_experts, config.intermediate_size)
+        act = plain_activation(config.hidden_act)  # which gpt-oss names and does not compute
+        super().__init__(config, config.num_local_experts, config.intermediate_size, act=act)
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from transformers import Cache, GenerationMixin, Llama4TextConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.layers.basics import plain_activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -26,7 +27,7 @@ from easytorch.protocol.native import NativeMoeDecoder
 
 class Llama4TextMLP(GatedMLP):
     def __init__(self, config: Any, intermediate_size: int) -> None:
-        super().__init__(config.hidden_size, intermediate_size, config.hidden_act)
+        super().__init__(config.hidden_size, intermediate_size, plain_activation(config.hidden_act))
 
 
 class Llama4TextAttention(GroupedAttention):

@@ -11,6 +11,8 @@ from easytorch.models.mamba import MambaBlock, MambaForCausalLM, MambaModel, Mam
 
 
 class Mamba2Mixer(mamba2_mixer.Mamba2Mixer):
+    entries = ("num_heads", "n_groups")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(
             layer_idx,

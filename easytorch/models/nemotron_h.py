@@ -34,6 +34,8 @@ class NemotronHAttention(GroupedAttention):
 
 
 class NemotronHMamba2Mixer(mamba2_mixer.Mamba2Mixer):
+    entries = ("mamba_num_heads", "n_groups")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(
             layer_idx,

@@ -24,6 +24,11 @@ class SmolLM3Attention(GroupedAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        if len(config.no_rope_layers) < config.num_hidden_layers:
+            raise ValueError(
+                f"smollm3: config.no_rope_layers has {len(config.no_rope_layers)} entries for "
+                f"num_hidden_layers={config.num_hidden_layers}"
+            )
         self.use_rope = bool(config.no_rope_layers[layer_idx])  # 1 where a layer has rotary positions
 
 

@@ -55,7 +55,9 @@ def check_cache_of(model: PreTrainedModel, cache: Any) -> None:
     if not cache.layers and cache.layer_class_to_replicate is not None:
         return
     grows = cache.layer_class_to_replicate is not None
-    if len(cache.layers) > len(types) or (len(cache.layers) < len(types) and not grows):
+    # Of T5's two numbers of layers transformers makes a cache by the encoder's: those behind the decoder's stay empty.
+    spare = getattr(config, "num_decoder_layers", None) is not None and not isinstance(cache, TransformerCache)
+    if (len(cache.layers) > len(types) and not spare) or (len(cache.layers) < len(types) and not grows):
         raise ValueError(f"the cache has {len(cache.layers)} layers, and {name} has {len(types)}; {_MADE}")
     if not isinstance(cache, TransformerCache):
         return

@@ -66,13 +66,16 @@ def inverse_frequencies(
     """The frequencies of `rope`, a config's `rope_parameters`: {"rope_type": "yarn", "rope_theta": 1e4, ...}.
 
     seq_len: how many positions are in use, which dynamic and longrope depend on; may be a tensor, so that the result
-    can be compiled. None: the trained length. Raises `ValueError` for an unknown type or a missing key.
+    can be compiled. None: the trained length. Raises `ValueError` for an unknown type, a missing key or a
+    trained length below 1.
     """
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"no rope type is called {kind!r}; known: {', '.join(ROPE_TYPES)}")
     setting = _Setting(rope, head_dim, max_position_embeddings, seq_len, device)
     _check_pairs(kind, setting)
+    if kind in ("yarn", "llama3", "longrope") and setting.trained < 1:
+        raise ValueError(f"rope type {kind!r}: original_max_position_embeddings={setting.trained} must be 1 or more")
     try:
         return ROPE_TYPES[kind](setting)
     except KeyError as missing:

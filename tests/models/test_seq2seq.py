@@ -50,6 +50,16 @@ def test_steps_through_a_cache_equal_one_pass(kind, family, make_pair) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("family", ["t5", "mt5"])
+def test_a_decoder_of_fewer_layers_than_the_encoder_generates(family, settings, make_pair) -> None:
+    """transformers makes the cache by the encoder's number of layers."""
+    ours, theirs = make_pair(LANGUAGE[family], FAMILIES[family].config(num_decoder_layers=1))
+    settings = settings | {"max_new_tokens": 5, "do_sample": False}
+    tokens = [model.generate(IDS, attention_mask=MASK, **settings) for model in (ours, theirs)]
+    assert torch.equal(*tokens)
+
+
 @pytest.mark.parametrize("settings", [
     {"do_sample": False},
     {"do_sample": False, "num_beams": 3},
