@@ -119,14 +119,14 @@ def offloaded(family: str) -> None:
         protocol.quantize(model, "int8")
         expected = output(model)
         model.save_pretrained(Path(folder, "small"))
-        blocks = [name for name, one in model.named_modules() if type(one).__name__ in (model._no_split_modules or ())]
-        last = blocks[-1]
+        lists = [name for name, one in model.named_modules() if isinstance(one, torch.nn.ModuleList) and len(one)]
+        last = f"{lists[-1]}.{len(model.get_submodule(lists[-1])) - 1}"
         inside = (f"{last}.", *[f"{last.rsplit('.', at)[0]}" for at in range(1, last.count(".") + 1)])
         places: dict[str, Any] = {last: "disk"}
         for name, one in model.named_modules():
-            own = [*one.parameters(recurse=False), *one.buffers(recurse=False)]
+            own = [name for name, _ in [*one.named_parameters(recurse=False), *one.named_buffers(recurse=False)]]
             if own and name != last and not name.startswith(inside[0]) and name not in inside[1:]:
-                places[name] = "cpu"
+                places |= dict.fromkeys([name] if name else own, "cpu")  # "" would be every module
         for buffers in (False, True):
             loaded = type(model).from_pretrained(
                 Path(folder, "small"),

@@ -63,6 +63,25 @@ def test_a_layer_has_the_attention_that_its_class_names(family) -> None:
     assert any(isinstance(part, other) for layer in layers for part in layer.modules())
 
 
+def test_embeddings_for_tokens_and_the_logits_that_are_kept(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    embeds = theirs.get_input_embeddings()(IDS).detach()
+    with torch.no_grad():
+        every = theirs(IDS).logits
+        given = [model(inputs_embeds=embeds).logits for model in (ours, theirs)]  # which Falcon-H1 does not scale
+        torch.testing.assert_close(*given, **TOLERANCE)
+        for keep, kept in ((2, every[:, -2:]), (torch.tensor([1, 4]), every[:, [1, 4]])):
+            torch.testing.assert_close(ours(IDS, logits_to_keep=keep).logits, kept, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gpt_oss", "deepseek_v3", "gemma4_text", "cohere2"])
+def test_a_draft_model_changes_no_token(family, make_pair) -> None:
+    ours, theirs = models(make_pair, family)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
+    tokens = [model.generate(IDS[:1], assistant_model=copy.deepcopy(theirs), **settings) for model in (ours, theirs)]
+    assert torch.equal(*tokens) and torch.equal(tokens[0], theirs.generate(IDS[:1], **settings))
+
+
 @pytest.mark.parametrize("settings", [
     {"do_sample": False},
     {"do_sample": False, "num_beams": 3},
