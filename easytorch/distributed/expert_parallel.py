@@ -28,17 +28,37 @@ _APPLIED = "_applied_ep_plan"  # of the model: name of the experts -> their numb
 def parallelize_experts(
     model: nn.Module, mesh: DeviceMesh, rules: Mapping[str, PartitionSpec], *, replicate: bool
 ) -> list[nn.Module]:
-    """Divide the experts of each layer over the axis "ep" of `mesh`; all ranks call it, after tensor parallelism.
+    """Divide the experts of each layer over the axis "ep" of `mesh`; all ranks call it, after tensor parallelism, and
+    after `check_sharding` of the whole model, of which one stage may have no experts.
 
     Returns the modules of experts. replicate: where their number does not divide, they are replicated; else it is an
     error. rules: parameter -> the spec that a partition rule gives it, which has to shard experts by expert.
     """
     size = mesh[AXIS].size() if mesh.ndim > 1 else mesh.size()
+    applied = _dividing_experts(model, size, rules, replicate=replicate)
+    found = {name: model.get_submodule(name) for name in applied}
+    for name, experts in applied.items():
+        _divide(found[name], mesh, experts, size)
+    model.__dict__[_APPLIED] = applied
+    return list(found.values())
+
+
+def check_experts(model: nn.Module, size: int, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> None:
+    """`NotImplementedError` for a model without experts, or whose experts cannot be divided, `ValueError` for a number
+    of them or a rule that does not go with `size` ranks."""
+    if DISPATCHED not in expanded_plan(model, "ep_plan").values():
+        raise NotImplementedError(f"{type(model).__name__} declares no expert parallel plan: its ep_plan is empty")
+    _dividing_experts(model, size, rules, replicate=replicate)
+
+
+def _dividing_experts(
+    model: nn.Module, size: int, rules: Mapping[str, PartitionSpec], *, replicate: bool
+) -> dict[str, int]:
+    """Module of experts -> their number, of those that divide over the ranks; the others are an error without
+    `replicate`."""
     plan = expanded_plan(model, "ep_plan")
     modules = dict(model.named_modules())
     found = {name: modules[name] for name, style in plan.items() if style == DISPATCHED and name in modules}
-    if not found:
-        raise NotImplementedError(f"{type(model).__name__} declares no expert parallel plan: its ep_plan is empty")
     applied, stored = {}, set()
     for name, module in found.items():
         experts = _number_of_experts(name, module, plan)
@@ -53,10 +73,7 @@ def parallelize_experts(
         applied[name] = experts
         stored |= {f"{name}.{key}" for key in module._parameters}
     _check_rules(rules, stored)
-    for name, experts in applied.items():
-        _divide(found[name], mesh, experts, size)
-    model.__dict__[_APPLIED] = applied
-    return [found[name] for name in applied]
+    return applied
 
 
 def undo(model: nn.Module) -> None:

@@ -32,14 +32,7 @@ def shard_fully(
     experts: modules that are divided over another axis, groups of their own over `mesh_of_experts`, None for one rank.
     """
     sizes = mesh_axis_sizes(mesh)
-    dims: dict[int, Shard] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), 0)
-        if dim:  # FSDP2 pads the first dimension alone
-            spec = tuple(AXIS if index == dim else None for index in range(parameter.ndim))
-            if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
-                raise ValueError(f"{name}: {why}")
-        dims[id(parameter)] = Shard(dim)
+    dims = {one: Shard(dim) for one, dim in shard_dimensions(model, rules, sizes).items()}
     divided = {one for module in experts for one in module.parameters()}
     for module in experts:
         if mesh_of_experts is not None:
@@ -47,6 +40,20 @@ def shard_fully(
     for module in [*fsdp_groups(model), model]:
         if module not in experts:
             _shard_group(module, mesh, dims, divided)
+
+
+def shard_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec], sizes: Mapping[str, int]) -> dict[int, int]:
+    """id of a parameter -> the dimension that is sharded over "fsdp"; `ValueError` for one that a rule names and that
+    does not divide. FSDP2 pads the first dimension alone."""
+    dims = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), 0)
+        if dim:
+            spec = tuple(AXIS if index == dim else None for index in range(parameter.ndim))
+            if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
+                raise ValueError(f"{name}: {why}")
+        dims[id(parameter)] = dim
+    return dims
 
 
 def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]) -> None:

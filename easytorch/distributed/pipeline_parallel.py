@@ -96,8 +96,14 @@ class Pipeline:
         return every
 
     def _run(self, batches: Sequence[Batch], divisors: Sequence[float], loss_of: Loss, *, train: bool) -> Tensor:
+        failed: list[Exception] = []
+
         def run(x: Tensor, number: int) -> Tensor:
-            loss = loss_of(_StageModule(self, x), batches[number])
+            try:
+                loss = loss_of(_StageModule(self, x), batches[number])
+            except Exception as error:  # raised again below
+                failed.append(error)
+                raise
             return loss / divisors[number] if self.last else loss
 
         shapes = {tuple(one["input_ids"].shape) for one in batches}
@@ -124,6 +130,10 @@ class Pipeline:
             with nullcontext() if train else torch.no_grad():
                 act = schedule.step if train else schedule.eval
                 act(*([numbers] if self.first else []), number=numbers, return_outputs=False, **more)
+        except RuntimeError as error:
+            if failed:  # torch says of any error that the stage failed, and prints its arguments
+                raise failed[0] from None
+            raise error
         finally:
             self.scheduled = False
         total = torch.stack([one.detach().float() for one in losses]).sum() if self.last else torch.zeros(())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,8 +11,8 @@ from torch import nn
 from easytorch.argument_types import check_types
 from easytorch.distributed import staged_call, xla_spmd
 from easytorch.distributed.mesh import AXES, DATA, mesh_axis_sizes, without_axis
+from easytorch.distributed.refusals import check_sharding
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
-from easytorch.distributed.specs import PartitionSpec, axis_names
 
 Uneven = Literal["error", "replicate"]
 
@@ -38,6 +37,8 @@ def shard_model(
     and batches are to be divided by `shard_batch`. It supports dp, fsdp and tp.
     uneven: a dimension that does not divide over "tp", or experts over "ep", is an error ("error"), or its attention,
     feed-forward network, experts or embedding are replicated on every rank ("replicate").
+    `ValueError` for sizes that do not divide, and `NotImplementedError` for a model without a plan for an axis, leave
+    the model as it was.
     """
     if uneven not in ("error", "replicate"):
         raise ValueError(f"uneven must be 'error' or 'replicate', got {uneven!r}")
@@ -57,15 +58,10 @@ def shard_model(
     rules = specs_by_rules(model, partition_rules, sizes)
     if mesh_of(model) is not None:
         raise ValueError("the model is sharded already: gather_model undoes shard_model")
+    check_sharding(model, sizes, rules, replicate=uneven == "replicate")
     over_sequence: Any = model if sizes.get("sp", 1) > 1 else None
-    if over_sequence is not None:
-        _check_sequence(model)
-    stages = sizes.get("pp", 1) > 1
-    if stages:
-        staged_call.check_stages(model, sizes["pp"], sizes)
-        _check_rules(rules)
     _broadcast(model, mesh)
-    if stages:
+    if sizes.get("pp", 1) > 1:
         staged_call.divide(model, mesh)
         own = dict(model.named_parameters(remove_duplicate=False))
         rules = {name: spec for name, spec in rules.items() if name in own}
@@ -229,20 +225,6 @@ def _sizes_of(mesh: Any) -> dict[str, int]:
     if not sizes:
         raise ValueError(f"the mesh's axes have no names: give mesh_dim_names, of {', '.join(AXES)}")
     return sizes
-
-
-def _check_sequence(model: Any) -> None:
-    kind = type(model).__name__
-    if not hasattr(model, "sequence_refusal"):
-        raise NotImplementedError(f"{kind} cannot divide sequences over sp: native causal language models do")
-    if (why := model.sequence_refusal()) is not None:
-        raise NotImplementedError(f"{kind} cannot divide sequences over sp: {why}")
-
-
-def _check_rules(rules: Mapping[str, PartitionSpec]) -> None:
-    for name, spec in rules.items():
-        if any("pp" in axis_names(one) for one in spec):
-            raise ValueError(f"{name}: a partition rule shards it over pp, which divides the layers alone")
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """A model divided into stages, called as the whole model is: each rank of "pp" calls it with the same batch.
 
 The hidden states go from stage to stage in the forward, and their gradients come back in the backward, which each rank
-calls on the loss that it was given. One batch is under way at a time: `Pipeline.step` overlaps several.
+calls on the loss that it was given. One batch is under way at a time: `Pipeline.step` overlaps several. An error in the
+forward of one stage is raised there, and as `StageFailedError` in the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 
 _NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
 _KEY = "_pipeline"  # of the model
+
+
+class StageFailedError(RuntimeError):
+    """Another stage raised an error in the forward, which this one quotes instead of waiting for its hidden states."""
 
 
 def pipeline_of(model: Any) -> Pipeline | None:
@@ -81,20 +87,26 @@ def _through_stages(stage: Any, pipeline: Pipeline) -> Any:
         given = inputs.get("inputs_embeds")
         shape = inputs["input_ids"].shape if given is None else given.shape[:2]
         anchor = torch.zeros((), device=pipeline.device, requires_grad=torch.is_grad_enabled())
-        if not pipeline.first:
-            inputs.pop("input_ids", None)
-            inputs["inputs_embeds"] = _Receive.apply(anchor, tuple(shape), pipeline)  # type: ignore[no-untyped-call]
+        labels = inputs.get("labels")
         if not pipeline.last:
-            labels = inputs.pop("labels", None)
-            inputs.pop("logits_to_keep", None)  # of the last stage: the hidden states of all tokens go on
+            # of the last stage: the hidden states of all tokens go on
+            inputs = {name: one for name, one in inputs.items() if name not in ("labels", "logits_to_keep")}
+        try:
+            if not pipeline.first:
+                inputs.pop("input_ids", None)
+                hidden = _Receive.apply(anchor, tuple(shape), pipeline)  # type: ignore[no-untyped-call]
+                inputs["inputs_embeds"] = hidden
             output = stage(**inputs)
+        except Exception as error:  # a boundary between processes: the others wait for this one
+            _tell(error, pipeline)
+            raise
+        if not pipeline.last:
             sent = _Send.apply(output.logits, anchor, pipeline)  # type: ignore[no-untyped-call]
             of_last = _from_last(None, pipeline)
             # `sent` is a zero whose gradient is that of the next stage
             shared = of_last + sent if of_last.is_floating_point() else of_last
             loss, logits = (None, shared) if labels is None else (shared, None)
             return type(output)(loss=loss, logits=logits)
-        output = stage(**inputs)
         _from_last(output.logits if output.loss is None else output.loss, pipeline)
         return output
 
@@ -133,10 +145,28 @@ def _from_last(own: Tensor | None, pipeline: Pipeline) -> Tensor:
     source = dist.get_global_rank(group, pipeline.stages - 1)
     told: list[Any] = [None if own is None else (tuple(own.shape), own.dtype)]
     dist.broadcast_object_list(told, source, group=group, device=pipeline.device)
+    if isinstance(told[0], str):
+        raise StageFailedError(told[0])
     shape, dtype = told[0]
     value = torch.empty(shape, dtype=dtype, device=pipeline.device) if own is None else own.detach().contiguous()
     dist.broadcast(value, source, group=group)
     return value
+
+
+def _tell(error: Exception, pipeline: Pipeline) -> None:
+    """Tell the other stages, each of which raises `StageFailedError`, instead of the output of this one."""
+    words = str(error) if isinstance(error, StageFailedError) else ""
+    words = words or f"stage {pipeline.stage} of {pipeline.stages} over pp has failed: {type(error).__name__}: {error}"
+    group = pipeline.ranks.get_group()
+    if pipeline.last:
+        source = dist.get_global_rank(group, pipeline.stages - 1)
+        dist.broadcast_object_list([words], source, group=group, device=pipeline.device)
+        return
+    text = torch.tensor(list(words.encode()), dtype=torch.uint8, device=pipeline.device)
+    dist.send(torch.tensor(len(text), device=pipeline.device), _neighbour(pipeline, 1), group=group)
+    dist.send(text, _neighbour(pipeline, 1), group=group)
+    with contextlib.suppress(StageFailedError):  # this very failure, which the last stage passes on
+        _from_last(None, pipeline)
 
 
 def _neighbour(pipeline: Pipeline, offset: int) -> int:
@@ -150,8 +180,15 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], pipeline: Pipeline) -> Tensor:
         ctx.pipeline = pipeline
         width = pipeline.model.config.get_text_config().hidden_size
+        source, group = _neighbour(pipeline, -1), pipeline.ranks.get_group()
+        failed = torch.zeros((), dtype=torch.int64, device=pipeline.device)
+        dist.recv(failed, source, group=group)
+        if length := int(failed):
+            text = torch.empty(length, dtype=torch.uint8, device=pipeline.device)
+            dist.recv(text, source, group=group)
+            raise StageFailedError(bytes(text.tolist()).decode())
         hidden = torch.empty((*shape, width), dtype=pipeline.dtype, device=pipeline.device)
-        dist.recv(hidden, _neighbour(pipeline, -1), group=pipeline.ranks.get_group())
+        dist.recv(hidden, source, group=group)
         return hidden
 
     @staticmethod
@@ -168,7 +205,9 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pipeline: Pipeline) -> Tensor:
         ctx.pipeline, ctx.shape, ctx.dtype = pipeline, hidden.shape, hidden.dtype
         hidden = hidden.detach().to(pipeline.dtype).contiguous()
-        dist.send(hidden, _neighbour(pipeline, 1), group=pipeline.ranks.get_group())
+        target, group = _neighbour(pipeline, 1), pipeline.ranks.get_group()
+        dist.send(torch.zeros((), dtype=torch.int64, device=pipeline.device), target, group=group)  # none has failed
+        dist.send(hidden, target, group=group)
         return hidden.new_zeros(())
 
     @staticmethod

@@ -29,7 +29,8 @@ Read = Callable[[Tensor], Tensor]
 
 
 def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> None:
-    """Shard the model over the mesh of the one axis "tp" by its plan. All ranks call it, with equal weights.
+    """Shard the model, or one stage of it, over the mesh of the one axis "tp" by its plan. All ranks call it, with
+    equal weights, after `check_sharding` of the whole model.
 
     rules: parameter -> the spec it is stored with instead of that of its style. replicate: modules whose sizes do not
     divide are replicated on every rank; else they are an error.
@@ -40,12 +41,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
 
     size = ranks.size()
     stored = stored_dimensions(model, rules)
-    plan = {} if size == 1 else expanded_plan(model, "tp_plan")
-    if not plan and not any(dim is not None for dim in stored.values()):
-        raise NotImplementedError(
-            f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
-        )
-    plan = dividing_plan(model, plan, stored, size, replicate)
+    plan = dividing_plan(model, expanded_plan(model, "tp_plan"), stored, size, replicate)
     if replicate:
         stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
     # by the names that the model's modules and parameters have: a tied weight has one of its two
@@ -178,6 +174,17 @@ def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
             own.update(kept)
 
     module.forward = call
+
+
+def checked_plan(model: nn.Module, size: int, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> dict[str, str]:
+    """`dividing_plan` of what the model declares; `NotImplementedError` where nothing is to be sharded by it or by
+    rules."""
+    plan, stored = expanded_plan(model, "tp_plan"), stored_dimensions(model, rules)
+    if not plan and not any(dim is not None for dim in stored.values()):
+        raise NotImplementedError(
+            f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
+        )
+    return dividing_plan(model, plan, stored, size, replicate)
 
 
 def dividing_plan(

@@ -51,7 +51,7 @@ def make_spmd_mesh(axes: str | Mapping[str, int]) -> Mesh:
 
     count = device_count("xla")
     sizes = parse_axes(axes, count)
-    _check_axes(sizes)
+    check_axes(sizes)
     use_spmd()
     mesh = xs.Mesh(np.arange(count), tuple(sizes.values()), tuple(sizes))
     xs.set_global_mesh(mesh)
@@ -67,7 +67,7 @@ def shard(model: nn.Module, mesh: Mesh, partition_rules: PartitionRules | None, 
     import torch_xla.distributed.spmd as xs
 
     sizes = mesh_axis_sizes(mesh)
-    _check_axes(sizes)
+    check_axes(sizes)
     if _STATE in model.__dict__:
         raise ValueError("the model is sharded already: gather_model undoes shard_model")
     if absent := [name for name, one in model.named_parameters() if one.is_meta]:
@@ -176,20 +176,15 @@ def mark(tensor: Tensor, mesh: Mesh, spec: PartitionSpec) -> None:
 def _specs(
     model: nn.Module, mesh: Mesh, partition_rules: PartitionRules | None, *, replicate: bool
 ) -> dict[str, PartitionSpec]:
-    from easytorch.distributed.tensor_parallel import AXIS, dividing_plan, stored_dimensions
+    from easytorch.distributed.tensor_parallel import AXIS, checked_plan
 
     sizes = mesh_axis_sizes(mesh)
     specs = partition_specs(model, partition_rules, mesh)
     if sizes.get(AXIS, 1) == 1:
         return specs
     rules = specs_by_rules(model, partition_rules, sizes)
-    plan, stored = expanded_plan(model, "tp_plan"), stored_dimensions(model, rules)
-    if not plan and not any(dim is not None for dim in stored.values()):
-        raise NotImplementedError(
-            f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
-        )
-    kept = dividing_plan(model, plan, stored, sizes[AXIS], replicate)
-    dropped = (plan.keys() - kept.keys()) - rules.keys()
+    kept = checked_plan(model, sizes[AXIS], rules, replicate=replicate)
+    dropped = (expanded_plan(model, "tp_plan").keys() - kept.keys()) - rules.keys()
     return {name: without_axes(spec, (AXIS,)) if name in dropped else spec for name, spec in specs.items()}
 
 
@@ -237,7 +232,8 @@ def _layout_of_logits(logits: Tensor, rows: tuple[str, ...], vocabulary: tuple[s
     return (entry(first), *(None,) * (logits.dim() - 2), entry(last))
 
 
-def _check_axes(sizes: Mapping[str, int]) -> None:
+def check_axes(sizes: Mapping[str, int]) -> None:
+    """`NotImplementedError` for an axis that is not supported."""
     if others := [f"{name}={size}" for name, size in sizes.items() if name not in AXES and size > 1]:
         raise NotImplementedError(
             f"a mesh of torch_xla supports the axes {', '.join(AXES)}, and this one has {', '.join(others)}"

@@ -17,6 +17,9 @@ from easytorch.frontend.step_layout import Layout
 from easytorch.frontend.step_program import build, spec_of
 from easytorch.frontend.train_step import leaf_names, loss_of
 
+# TPUs whose slices have three dimensions, and two.
+_CUBES, _PLANES = ("v4", "v5p"), ("v5e", "v6e")
+_SHEETS = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 # The sizes that a v5p slice may have along each of its three dimensions, and the chips of a host.
 _LARGEST = (16, 20, 28)
 _HOST = 4
@@ -42,11 +45,12 @@ def compile_step(
     return compile_for(step.finish(), devices, step.changed, quickly=True)
 
 
-def compiler_devices(count: int, compiler: str = "auto") -> tuple[str, list[Any]]:
-    """(the compiler's name, at least `count` devices it compiles for): a v5p slice of libtpu's, which has the most
-    memory of the TPUs, else CPUs.
+def compiler_devices(count: int, compiler: str = "auto", device: str = "v5p") -> tuple[str, list[Any]]:
+    """(the compiler's name, at least `count` devices it compiles for): a slice of libtpu's of that kind of TPU, else
+    CPUs.
 
-    A v5p slice of that many chips is taken for every device: no compiler of GPUs runs without one.
+    For a GPU, and for more chips than a slice of its kind has, it is a slice of v5p, which has the most memory of the
+    TPUs: no compiler of GPUs runs without one.
     """
     if compiler not in COMPILERS:
         raise ValueError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
@@ -54,10 +58,11 @@ def compiler_devices(count: int, compiler: str = "auto") -> tuple[str, list[Any]
     from easytorch.kernels.interop.tpu_compile import ENVIRONMENT
 
     libtpu = compiler == "libtpu" or (compiler == "auto" and importlib.util.find_spec("libtpu") is not None)
-    if libtpu and (shape := v5p_slice(count)) is not None:
+    kind = device if device in (*_CUBES, *_PLANES) and tpu_slice(count, device) else "v5p"
+    if libtpu and (shape := tpu_slice(count, kind)) is not None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        return f"libtpu, v5p {shape}", pjrt.tpu_devices(f"v5p:{shape}")
+        return f"libtpu, {kind} {shape}", pjrt.tpu_devices(f"{kind}:{shape}")
     found = pjrt.devices("cpu")
     if len(found) < count:
         raise ValueError(
@@ -67,8 +72,11 @@ def compiler_devices(count: int, compiler: str = "auto") -> tuple[str, list[Any]
     return "jaxlib, CPU", found
 
 
-def v5p_slice(count: int) -> str | None:
-    """The shape of a slice of v5p chips with at least `count`, "4x4x8"; None where there is none."""
+def tpu_slice(count: int, kind: str = "v5p") -> str | None:
+    """The shape of a slice of TPUs with at least `count` chips, "4x4x8" or, of v5e and v6e, "8x8"; None where there is
+    none."""
+    if kind in _PLANES:
+        return next((shape for chips, shape in _SHEETS.items() if chips >= count), None)
     wanted = max(count, _HOST)
     found = []
     for x in range(2, _LARGEST[0] + 1, 2):

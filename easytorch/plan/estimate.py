@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from easytorch.auto import causal
 from easytorch.auto.failures import FAILURES, MOST_LAYERS, first_line
 from easytorch.backends.xla.aot import Facts
 from easytorch.distributed.mesh import DATA, parse_axes
-from easytorch.distributed.staged_call import check_stages, layers_of_stage
+from easytorch.distributed.refusals import check_sharding
+from easytorch.distributed.staged_call import layers_of_stage
 from easytorch.frontend.optimizer_rules import slots
 from easytorch.frontend.step_layout import Layout, layout_of
 from easytorch.plan.balanced import balance_experts
@@ -95,7 +97,7 @@ def make_plan(
     Parameters, gradients and the optimizer's state are counted. The rest is the compiler's own figure for the step with
     few layers of each kind, extrapolated to all of them; tokens go to experts evenly. `ValueError` for an unknown
     device, axis, optimizer or precision, and for a dimension that does not divide, which it names;
-    `NotImplementedError` for a model that cannot be divided into the stages of "pp".
+    `NotImplementedError` for a model that cannot be divided over one of the axes: as `shard_model` refuses them.
     """
     found = device_of(device)
     for value, known, what in ((optimizer, OPTIMIZERS, "optimizer"), (precision, PRECISIONS, "precision")):
@@ -108,11 +110,12 @@ def make_plan(
     axes = _axes(mesh)
     stages = axes.pop("pp", 1)
     _check_depth(config)
+    if (why := causal.refusal(config)) is not None:
+        raise ValueError(why)
     model = _on_meta(config, PRECISIONS[precision][0])
+    check_sharding(model, {**axes, "pp": stages})
     layout = layout_of(model, axes, None)
     layers = layers_of(model)
-    if stages > 1:
-        check_stages(model, stages, axes)
     stage = _largest_stage(model, layers, layout, stages)
     places = math.prod(axes.get(axis, 1) for axis in DATA)
     pieces = stages if micro_batches is None else micro_batches
@@ -126,7 +129,7 @@ def make_plan(
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     state = _State.of(model, layout, made, stage.weights)
     balance_experts(model, axes)
-    used, devices = compiler_devices(math.prod(axes.values()), compiler)
+    used, devices = compiler_devices(math.prod(axes.values()), compiler, found.name)
     samples = []
     for few_layers in layers.samples():
         layers.keep(few_layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,10 @@ import numpy as np
 import torch
 
 import easytorch
+from easytorch.auto import causal
 from easytorch.auto.tokenizer import load_tokenizer
+from easytorch.distributed import xla_spmd
+from easytorch.distributed.refusals import check_sharding
 from easytorch.training import adapter, architecture, memory
 from easytorch.training.chat import set_template
 from easytorch.training.checkpoint import PROGRESS, latest_checkpoint, load_state
@@ -65,7 +70,7 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     elif config.resume:
         notes.append(f"{config.output} has no checkpoint to resume: this run starts from the beginning")
     model = architecture.check_architecture(config.model)
-    _check_attention(model, config)
+    _check_trainable(model, config, processes)
     if config.lora is not None:
         notes.append(adapter.describe(config))
     if isinstance(config.model, dict):
@@ -76,15 +81,33 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     return Inputs(texts, settings, notes)
 
 
-def _check_attention(model: PreTrainedConfig, config: TrainingConfig) -> None:
-    """`ValueError` for an attention that the architecture does not have."""
-    if config.attn_implementation is None:
-        return
-    try:
-        with torch.device("meta"):
-            easytorch.AutoModelForCausalLM.from_config(model, attn_implementation=config.attn_implementation)
-    except architecture.REFUSALS as error:
-        raise ValueError(f"{flag('attn_implementation')}: {error}") from error
+def _check_trainable(model: PreTrainedConfig, config: TrainingConfig, processes: int) -> None:
+    """`ValueError` for an attention that the architecture does not have, for a mesh that its models do not divide over,
+    and for models that are not causal: what training would refuse once the data is written."""
+    if not isinstance(config.model, dict) or "max_position_embeddings" in {
+        model.attribute_map.get(name, name) for name in config.model
+    }:
+        architecture.check_positions(model, config.block_size)
+    axes = config.axes(processes)
+    chosen = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    divided = any(size > 1 for name, size in axes.items() if name != "dp")
+    if chosen or divided:
+        made = copy.deepcopy(model)
+        if isinstance(config.model, dict):  # the vocabulary is the tokenizer's, which is not known yet
+            made.vocab_size = 256 * math.prod(axes.values())
+        try:
+            with torch.device("meta"):
+                outline = easytorch.AutoModelForCausalLM.from_config(made, **chosen)
+        except architecture.REFUSALS as error:
+            raise ValueError(f"{flag('attn_implementation' if chosen else 'model')}: {error}") from error
+        try:
+            if config.device == "xla":
+                xla_spmd.check_axes(axes)
+            check_sharding(outline, axes)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"{flag('mesh')} {config.mesh}: {error}") from error
+    if (why := causal.refusal(model)) is not None:
+        raise ValueError(f"{flag('model')}: {why}")
 
 
 def find_checkpoint(config: TrainingConfig) -> Path | None:
@@ -208,18 +231,11 @@ def check_model(model: PreTrainedModel, task: Task, config: TrainingConfig) -> N
         )
     if (bad := nonfinite_parameter(model)) is not None:
         raise ValueError(f"the model cannot be trained from here: {bad}")
-    # Two texts with the same first token: its prediction must not depend on what follows.
-    tokens = torch.tensor([[0, 1], [0, 2]], dtype=torch.int64, device=model.device)
     try:
-        with torch.no_grad():
-            logits = model.eval()(input_ids=tokens, labels=tokens, use_cache=False).logits
+        future = causal.sees_future(model)
     except architecture.REFUSALS as error:
         raise ValueError(
             f"{flag('model')}: it does not run with these sizes: {type(error).__name__}: {error}"
         ) from error
-    first = logits[:, 0].float()
-    if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4 * float(first.abs().max())):
-        raise ValueError(
-            f"{flag('model')}: {type(model).__name__} sees the tokens that it is to predict; give a causal model, "
-            f'or "is_decoder": true where the architecture has it'
-        )
+    if future:
+        raise ValueError(f"{flag('model')}: {causal.why_future(model)}")

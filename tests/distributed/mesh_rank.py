@@ -267,6 +267,7 @@ def check_pipeline() -> None:
     for name, parameter in deep[1].named_parameters():
         wanted = deep[0].get_parameter(name).grad
         assert (parameter.grad - wanted).norm() < 1e-5 * wanted.norm(), name
+    check_failing_stage(deep[1])
     stages, bad, of_stages = make_mesh("pp=4"), "model.layers.3.mlp.gate.weight", pipeline_of(deep[1]).of_stages
     own = dict(deep[1].named_parameters())
     if bad in own:
@@ -285,6 +286,19 @@ def check_pipeline() -> None:
     refused("native decoders can", lambda: shard_model(torch.nn.Linear(2, 2), mesh=stages))
     refused("pp and sp do not go together", lambda: three.shard_model(mesh=make_mesh("pp=2,sp=2")))
     refused("rule shards it over pp", lambda: deep[0].shard_model([("q_proj", ("pp", None))], stages))
+
+
+def check_failing_stage(model: Any) -> None:
+    """An error of the first stage alone, or of the last, is raised there and quoted by the others, which do not wait;
+    the model can be called again."""
+    for failing, ids, labels in ((3, IDS, IDS[:, :3]), (0, IDS + 10**6, IDS)):
+        try:
+            model(input_ids=ids, labels=labels)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        own = dist.get_rank() == failing
+        assert said.startswith(f"StageFailedError: stage {failing} of 4 over pp has failed: ") is not own, said
+    model(input_ids=IDS, labels=IDS).loss.backward()
 
 
 def check_order_of_shards() -> None:

@@ -262,3 +262,19 @@ def test_an_attention_that_there_is_not_is_refused_before_anything_is_written(se
     check_inputs(settings(attn_implementation="flash"), 1)
     with pytest.raises(ValueError, match=r"chat_template .* must be a name"):
         settings(chat_template="")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "message"),
+    [
+        ({"mesh": "tp=8", "batch_size": 8}, 8, r"mesh \(--mesh\) tp=8: num_.*_heads=\d does not divide over 8 ranks"),
+        ({"mesh": "ep=2"}, 2, r"mesh \(--mesh\) ep=2: .* declares no expert parallel plan"),
+        ({"mesh": "pp=64", "batch_size": 64}, 64, r"mesh \(--mesh\) pp=64: \d layers do not make pp=64 stages"),
+        ({"model": {"model_type": "llama", "max_position_embeddings": 4}}, 1, "max_position_embeddings 4"),
+    ],
+)
+def test_what_a_model_does_not_divide_over_is_refused_before_anything_is_written(settings, changes, processes, message):
+    config = settings(**changes)
+    with pytest.raises(ValueError, match=message):
+        check_inputs(config, processes)
+    assert not Path(config.output).exists()

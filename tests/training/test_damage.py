@@ -199,6 +199,7 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(trained, tmp_path):
     )
     with pytest.raises(ValueError, match="BertLMHeadModel sees the tokens that it is to predict"):
         train(config)
+    assert not (tmp_path / "o").exists()
     train(dataclasses.replace(config, model={**bert, "is_decoder": True}))
 
 

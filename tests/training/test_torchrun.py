@@ -117,7 +117,7 @@ import errno, os, sys
 from easytorch.training import arguments, loop
 original, rank = loop._Run._loss, int(os.environ["RANK"])
 def loss(self, module, tokens):
-    if self.step == 2 and rank == 0:
+    if self.step == 2 and rank == int(os.environ["FAILING"]):
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
     return original(self, module, tokens)
 loop._Run._loss = loss
@@ -125,14 +125,16 @@ sys.exit(arguments.run(sys.argv[1:], "train"))
 """
 
 
-def test_one_process_fails_and_only_its_failure_is_told(settings, tmp_path):
+@pytest.mark.parametrize(("mesh", "failing"), [(None, 0), ("pp=2", 1)])
+def test_one_process_fails_and_only_its_failure_is_told(settings, tmp_path, mesh, failing):
+    """Of a pipeline the last stage, whose error torch wraps into one of its own with all arguments."""
     (tmp_path / "rank.py").write_text(FULL_DISK)
-    config = settings(steps=4, eval_fraction=0.0)
+    config = settings(steps=4, eval_fraction=0.0, mesh=mesh)
     config.save(tmp_path / "run.json")
     torchrun = ["-m", "easytorch.training.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [sys.executable, *torchrun, str(tmp_path / "rank.py"), "--config", str(tmp_path / "run.json")],
-        env={**os.environ, **child_environment()}, capture_output=True, text=True, timeout=600,
+        env={**os.environ, **child_environment(), "FAILING": str(failing)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device: 'metrics.jsonl'\n")
 
