@@ -29,12 +29,13 @@ def refusal(config: Any) -> str | None:
     no small model of the config (`shrunken`) runs, of which only the model itself can tell."""
     from transformers import AutoModelForCausalLM
 
-    import easytorch
+    from easytorch.auto import AutoModelForCausalLM as Native
 
     # transformers' own class needs no kernel that is compiled at first use
     stock = type(config) in AutoModelForCausalLM._model_mapping
-    auto: Any = AutoModelForCausalLM if stock else easytorch.AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM if stock else Native
     random = torch.random.get_rng_state()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # BERT says what is found here
     try:
         for attempt, (_, _, fewer_layers, _) in enumerate(ATTEMPTS):
@@ -51,7 +52,7 @@ def refusal(config: Any) -> str | None:
             except FAILURES:
                 continue
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
         torch.random.set_rng_state(random)
     return None
 
