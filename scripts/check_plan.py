@@ -1,18 +1,21 @@
-"""Compare what `easytorch plan` predicts with what training takes: three small models over two gloo processes.
+"""Compare what `easytorch plan` predicts with what training takes: three small models, alone and over two processes.
 
-    scripts/check_plan.py [--models dense qk-norms experts] [--compiler auto] [--no-torchrun]
+    scripts/check_plan.py [--models dense experts latent] [--meshes dp=1 fsdp=2 tp=2] [--compiler auto] [--program]
 
-Each process trains for three steps over fsdp=2 (`shard_model`, AdamW, float32). Counted: bytes of its parameters,
-gradients and optimizer state. Measured: the rise of its largest resident memory from before the model was made, which
-includes what torch's allocator and gloo keep. The plan's activations are those of the XLA program, of which the second
-comparison is: the step of four layers, compiled with all of them, against the extrapolation from one and two
-(--no-torchrun: that alone). Exits with 1 where the counted bytes differ by 1 %, or the program's by 15 %.
+Real processes (gloo) train for three steps (`shard_model`, AdamW, float32). Counted: bytes of parameters, gradients and
+optimizer state. Measured, in the process that has most: the most bytes that torch's allocator has given out at a time
+during the last step (`torch.profiler`, every allocation and release), and beside it, for what is not torch's tensors,
+the rise of resident memory. `making` is the most that was given out while the model was made and divided.
+
+--program: the step of four layers, compiled with all of them, against the extrapolation from two and three.
+Exits with 1 where counted bytes differ by 1 %, or the program's by 15 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -38,42 +41,97 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", "intermediate_size": 1376, **SIZES},
-    "qk-norms": {"model_type": "qwen3", "intermediate_size": 1376, **SIZES, "num_hidden_layers": 4},
     "experts": {
         "model_type": "qwen3_moe", "intermediate_size": 512, "moe_intermediate_size": 256, "num_experts": 8,
         "num_experts_per_tok": 2, **SIZES,
     },
+    "latent": {
+        "model_type": "deepseek_v3", "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 192,
+        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, **SIZES,
+        "num_key_value_heads": 8,
+    },
 }  # fmt: skip
 LENGTH, ROWS, STEPS = 512, 2, 3
+MESHES = ("dp=1", "fsdp=2", "tp=2")
 
 
-def train_here(name: str) -> None:
-    """One process: prints, as JSON, the bytes that it counts and the rise of its largest resident memory."""
+def train_here(name: str, axes: str) -> None:
+    """One process: prints, as JSON, the bytes that it counts and the most that were allocated."""
     import torch.distributed as dist
 
     import easytorch
     from easytorch.distributed import make_mesh, shard_model
+    from easytorch.training.gradients import clip, total_norm
 
-    dist.init_process_group("gloo")
-    mesh = make_mesh("fsdp=-1")
-    before = _resident()
-    model = easytorch.AutoModelForCausalLM.from_config(config_of(MODELS[name]), dtype=torch.float32).train()
-    shard_model(model, None, mesh)
-    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
-    ids = torch.randint(0, SIZES["vocab_size"], (ROWS // dist.get_world_size(), LENGTH))
-    for _ in range(STEPS):
+    devices = _devices(axes)
+    if devices > 1:
+        dist.init_process_group("gloo")
+    resident = _resident()
+    torch.manual_seed(0)
+    with _Allocations() as making:
+        model = easytorch.AutoModelForCausalLM.from_config(config_of(MODELS[name]), dtype=torch.float32).train()
+        if devices > 1:
+            shard_model(model, None, make_mesh(axes))
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](parameters)
+    ids = torch.randint(0, SIZES["vocab_size"], (ROWS // (devices if "fsdp" in axes else 1), LENGTH))
+
+    def step() -> None:
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        clip(parameters, 1.0, total_norm(one.grad for one in parameters if one.grad is not None))
         optimizer.step()
+
+    for _ in range(STEPS - 1):
+        step()
+    optimizer.zero_grad()
+    kept = sum(_local(one) for one in (*model.parameters(), *model.buffers(), ids))
+    kept += sum(_local(one) for state in optimizer.state.values() for one in state.values())
+    with _Allocations() as training:
+        step()
     counted = {
         "parameters": sum(_local(one) for one in model.parameters()),
-        "gradients": sum(_local(one.grad) for one in model.parameters()),
+        "gradients": sum(_local(one.grad) for one in model.parameters() if one.grad is not None),
         "optimizer": sum(_local(one) for state in optimizer.state.values() for one in state.values() if one.dim()),
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "memory": kept + training.most,
+        "making": making.most,
+        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident,
     }
-    if dist.get_rank() == 0:
-        print(json.dumps(counted), flush=True)
-    dist.destroy_process_group()
+    every: list[Any] = [counted]
+    if devices > 1:
+        every = [None] * devices
+        dist.all_gather_object(every, counted)
+    if devices == 1 or dist.get_rank() == 0:
+        print(json.dumps(max(every, key=lambda one: one["memory"])), flush=True)
+    if devices > 1:
+        dist.destroy_process_group()
+
+
+class _Allocations:
+    """The most bytes that torch has given out at a time within the block, beside those from before it."""
+
+    most = 0
+
+    def __enter__(self) -> _Allocations:
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        kineto: Any = self._profile.profiler
+        events = [one for one in kineto.kineto_results.events() if one.name() == "[memory]"]
+        now = 0
+        for one in sorted(events, key=lambda one: one.start_ns()):
+            now += one.nbytes()
+            self.most = max(self.most, now)
+
+
+def _devices(axes: str) -> int:
+    return math.prod(int(part.partition("=")[2]) for part in axes.split(","))
 
 
 def _local(tensor: Any) -> int:
@@ -86,10 +144,11 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def measured(name: str) -> dict[str, int]:
+def measured(name: str, axes: str) -> dict[str, int]:
+    devices = _devices(axes)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)] if devices > 1 else []
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(DEVICES), __file__,
-         "--train", name],
+        [sys.executable, *start, __file__, "--train", name, axes],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE,
         text=True,
     )  # fmt: skip
@@ -97,13 +156,13 @@ def measured(name: str) -> dict[str, int]:
     return found
 
 
-def predicted(name: str, layers: int | None, compiler: str) -> Any:
+def predicted(name: str, axes: str, layers: int | None, compiler: str) -> Any:
     settings = dict(MODELS[name])
     if layers is not None:
         settings["num_hidden_layers"] = layers
     return make_plan(
-        config_of(settings), f"fsdp={DEVICES}", "v5p", batch_size=ROWS, sequence_length=LENGTH, precision="fp32",
-        recompute=False, compiler=compiler,
+        config_of(settings), axes, "v5p", batch_size=ROWS, sequence_length=LENGTH, precision="fp32", recompute=False,
+        compiler=compiler,
     )  # fmt: skip
 
 
@@ -126,25 +185,32 @@ def compiled_whole(name: str, layers: int, compiler: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES))
     parser.add_argument("--compiler", default="auto")
-    parser.add_argument("--no-torchrun", action="store_true", help="the second comparison alone")
-    parser.add_argument("--train", metavar="MODEL", help="what a process that torchrun started trains")
+    parser.add_argument("--program", action="store_true", help="the second comparison alone")
+    parser.add_argument("--train", nargs=2, metavar=("MODEL", "MESH"), help="what a process trains")
     given = parser.parse_args()
     if given.train:
-        train_here(given.train)
+        train_here(*given.train)
         return 0
     failed = 0
     for name in given.models:
-        if not given.no_torchrun:
-            plan, found = predicted(name, None, given.compiler), measured(name)
+        for axes in () if given.program else given.meshes:
+            plan, found = predicted(name, axes, None, given.compiler), measured(name, axes)
             for key in ("parameters", "gradients", "optimizer", "memory"):
                 ratio = getattr(plan, key) / found[key]
                 failed += key != "memory" and abs(ratio - 1) > 0.01
-                print(f"{name:8s} {key:10s} {getattr(plan, key):>12,} of {found[key]:>12,}: {ratio:.3f}", flush=True)
-        few, whole = predicted(name, 4, given.compiler), compiled_whole(name, 4, given.compiler)
-        ratio = few.memory / whole
-        failed += abs(ratio - 1) > 0.15
-        print(f"{name:8s} program    {few.memory:>12,} of {whole:>12,}: {ratio:.3f}", flush=True)
+                print(f"{name:8s} {axes:6s} {key:10s} {getattr(plan, key):>12,} of {found[key]:>12,}: {ratio:.3f}")
+            rest = found["memory"] - found["parameters"] - found["gradients"] - found["optimizer"]
+            print(
+                f"{name:8s} {axes:6s} activations {plan.activations:>11,} of {rest:>12,}: {plan.activations / rest:.3f}"
+            )
+            print(f"{name:8s} {axes:6s} making {found['making']:,}, resident {found['resident']:,}", flush=True)
+        if given.program:
+            few, whole = predicted(name, "fsdp=2", 4, given.compiler), compiled_whole(name, 4, given.compiler)
+            ratio = few.memory / whole
+            failed += abs(ratio - 1) > 0.15
+            print(f"{name:8s} program    {few.memory:>12,} of {whole:>12,}: {ratio:.3f}", flush=True)
     return 1 if failed else 0
 
 

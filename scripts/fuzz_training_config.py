@@ -5,7 +5,8 @@
 Each field is missing, null, of a wrong type and out of range; unknown and misspelt keys, absurd meshes and files of
 settings that are no mapping follow, then `--random` draws of two wrong fields at once. A case passes where the run ends
 with exit code 2 and one line, before anything is written; or where the settings are taken, which is told by the data
-having been reached (nothing is trained). Prints the cases that fail, and exits with 1 then.
+having been reached (nothing is trained). What several processes would be given (`PLACES`) is asked of `launch`,
+which is to refuse it before it starts them. Prints the cases that fail, and exits with 1 then.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from easytorch.training import TrainingConfig, arguments, prepare  # noqa: E402
+from easytorch.training.launch import launch  # noqa: E402
 
-MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1}  # fmt: skip
+MODEL = {"model_type": "llama", **SIZES}
 WRONG: list[Any] = [
     None, True, -1, 0, 1.5, 2**31, 2**70, -(2**70), float("nan"), float("inf"), "", "no such", "1", "\0", [], [1],
     [None], {}, {"a": 1}, {"model_type": "llama", "hidden_size": "wide"},
@@ -44,6 +47,31 @@ MODELS: list[Any] = [
     {**MODEL, "num_hidden_layers": -1}, {**MODEL, "hidden_size": 2**62},
 ]  # fmt: skip
 FILES = ["", "null", "3", "[1]", "a: [", "? [1]\n: 2", "- a\n- b", '{"text": ', "\x00", "text: a\ntext: b"]
+
+
+MOE = {"model_type": "qwen3_moe", **SIZES, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
+       "head_dim": 8}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+# (processes, settings) that no run can take
+PLACES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"mesh": "tp=2"}), (4, {"mesh": "tp=4", "model": {**MODEL, "num_key_value_heads": 2}}),
+    (3, {"mesh": "tp=3"}), (2, {"mesh": "tp=2", "model": GPT2}), (2, {"mesh": "ep=2"}),
+    (2, {"mesh": "ep=2", "model": GPT2}),
+    (3, {"mesh": "ep=3", "model": MOE, "batch_size": 3}), (2, {"mesh": "pp=2"}), (3, {"mesh": "pp=3", "model": MOE}),
+    (2, {"mesh": "pp=2", "model": {**MODEL, "num_hidden_layers": 2, "tie_word_embeddings": True}}),
+    (2, {"mesh": "pp=2", "model": GPT2}), (4, {"mesh": "pp=2,sp=2", "model": MOE}), (3, {"mesh": "sp=3"}),
+    (2, {"mesh": "sp=2", "model": {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}}),
+    (2, {"mesh": "dp=4"}), (2, {"mesh": "dp=2,fsdp=2"}), (4, {"mesh": "fsdp=-1,tp=3"}), (2, {"mesh": "fsdp=0"}),
+    (3, {"mesh": "fsdp=3"}), (2, {"batch_size": 3}), (2, {"micro_batch_size": 2}), (0, {}), (-1, {}),
+    (2, {"device": "xla"}), (1, {"model": {"model_type": "bert"}}), (1, {"model": {"model_type": "roberta"}}),
+    (1, {"model": {"model_type": "xlnet"}}), (1, {"model": {"model_type": "t5"}}),
+    (1, {"model": {"model_type": "vit"}}),
+    (1, {"model": "./no-such-model"}), (1, {"text": ["no-such.txt"]}), (1, {"text": ["."]}), (1, {"text": []}),
+    (1, {"text": None, "dataset": "no-such.jsonl", "task": "sft"}), (1, {"text": None, "dataset": "empty.jsonl"}),
+    (1, {"block_size": 64, "model": {**MODEL, "max_position_embeddings": 8}}), (1, {"output": "text.txt"}),
+    (2, {"mesh": "fsdp=2", "lora": {"rank": 2}}), (1, {"task": "dpo"}), (1, {"resume": True, "change": ["nothing"]}),
+    (10**6, {"batch_size": 10**6}), (2, {"mesh": "tp=1,dp=-1,pp=-1"}),
+]  # fmt: skip
 
 
 ACCEPTED = "accepted"
@@ -98,6 +126,21 @@ def failure(folder: Path, text: str, ending: str) -> str:
     return f"left {left}" if left else ""
 
 
+def taken_by(folder: Path, base: dict[str, Any], processes: int, changes: dict[str, Any]) -> str:
+    """Why `launch` of these settings is not refused with one of its errors, leaving nothing; "" where it is."""
+    before = set(folder.rglob("*"))
+    values = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    with mock.patch("subprocess.Popen", reached), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            launch(TrainingConfig.from_dict(values), processes)
+        except (ValueError, OSError) as error:
+            left = [one for one in folder.rglob("*") if one not in before]
+            return f"left {left}" if left else "" if str(error) else "said nothing"
+        except BaseException as error:
+            return f"{type(error).__name__}: {str(error)[:200]}"
+    return "was taken"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -108,6 +151,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, mock.patch.object(prepare, "write_data", reached), \
             mock.patch("easytorch.training.loop.write_data", reached), contextlib.chdir(name):  # fmt: skip
         folder = Path(name)
+        (folder / "empty.jsonl").write_text("")
         (folder / "text.txt").write_text("the class binds a name to an object.\n" * 60)
         base = {"text": ["text.txt"], "output": "out", "model": MODEL, "vocab_size": 270, "block_size": 8,
                 "batch_size": 2, "steps": 1, "device": "cpu"}  # fmt: skip
@@ -126,6 +170,11 @@ def main() -> int:
             elif why:
                 failed += 1
                 print(f"FAIL {words}: {why}", flush=True)
+        for processes, changes in PLACES:
+            tried += 1
+            if why := taken_by(folder, base, processes, changes):
+                failed += 1
+                print(f"FAIL {processes} processes, {changes}: {why}", flush=True)
     print(f"{tried} cases: {accepted} taken, {tried - accepted - failed} refused in one line, {failed} failed")
     return 1 if failed else 0
 

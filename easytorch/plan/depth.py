@@ -32,12 +32,18 @@ class Layers:
         setattr(self.owner, self.name, nn.ModuleList([self.all[place] for place in places]))
 
     def samples(self) -> list[list[int]]:
-        """Counts to compile: one layer of each kind, then for each kind that has more a second one of it."""
-        base = [1 for _ in self.counts]
+        """Counts to compile: one layer of each kind, and two of the most frequent where it has three or more; then for
+        each kind that has more another one.
+
+        With a single layer the embedding and the head decide how much memory is taken, so that a second one says too
+        much or too little of the others: of Llama 3 70B it added 0.28 GB, the third 0.14.
+        """
+        most = self.counts.index(max(self.counts))
+        base = [2 if kind == most and count > 2 else 1 for kind, count in enumerate(self.counts)]
         found = [base]
         for kind, count in enumerate(self.counts):
             if count > base[kind]:
-                found.append([*base[:kind], 2, *base[kind + 1 :]])
+                found.append([*base[:kind], base[kind] + 1, *base[kind + 1 :]])
         return found
 
     def extrapolate(self, values: Sequence[float], counts: Sequence[float] | None = None) -> float:

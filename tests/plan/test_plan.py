@@ -49,7 +49,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def test_layers_of_each_kind_are_extrapolated(linear: list[list[int]]) -> None:
     plan = make_plan(config_of(TINY), "fsdp=2", "v5e", precision="fp32")
-    assert linear == [[1, 1], [2, 1], [1, 2]]
+    assert linear == [[1, 2], [2, 2], [1, 3]]
     assert plan.flops == 7 * 2 + 11 * 4
     assert plan.collectives == {"all-gather": (6, 200)}
     assert plan.parameters == plan.gradients == plan.parameter_count * 4 // 2 == plan.optimizer // 2
