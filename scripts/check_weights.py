@@ -137,7 +137,7 @@ def offloaded(family: str) -> None:
             away = [*loaded.parameters(), *(loaded.buffers() if buffers else ())]
             # OLMo's norms have no weights, so that all its layer has is codes, which are buffers
             assert any(one.is_meta for one in away) or not buffers, "nothing is offloaded"
-            torch.testing.assert_close(output(loaded.eval()), expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(output(loaded.eval()), expected, rtol=1e-4, atol=1e-5)  # by other kernels
 
 
 CASES: dict[str, Callable[[str], None]] = {"tree": tree, "files": files, "quantized": quantized, "offloaded": offloaded}
