@@ -56,22 +56,8 @@ def _dividing_experts(
 ) -> dict[str, int]:
     """Module of experts -> their number, of those that divide over the ranks; the others are an error without
     `replicate`."""
-    plan = expanded_plan(model, "ep_plan")
-    modules = dict(model.named_modules())
-    found = {name: modules[name] for name, style in plan.items() if style == DISPATCHED and name in modules}
-    applied, stored = {}, set()
-    for name, module in found.items():
-        experts = _number_of_experts(name, module, plan)
-        if experts % size:
-            if replicate:
-                continue
-            fit = ", ".join(str(one) for one in range(1, experts + 1) if experts % one == 0)
-            raise ValueError(
-                f"{name}: {experts} experts do not divide over ep={size} ranks: take one of {fit}; "
-                f"uneven='replicate' replicates them on every rank"
-            )
-        applied[name] = experts
-        stored |= {f"{name}.{key}" for key in module._parameters}
+    applied = divisible_experts(model, size, replicate=replicate)
+    stored = {f"{name}.{key}" for name in applied for key in model.get_submodule(name)._parameters}
     _check_rules(rules, stored)
     return applied
 
@@ -84,18 +70,42 @@ def undo(model: nn.Module) -> None:
         module.num_experts = experts
 
 
-def _number_of_experts(name: str, module: nn.Module, plan: Mapping[str, str]) -> int:
-    """The experts in the first dimension of each parameter; `NotImplementedError` for modules that are otherwise."""
-    experts = getattr(module, "num_experts", None)
+def divisible_experts(model: nn.Module, size: int, *, replicate: bool) -> dict[str, int]:
+    """Module of experts -> the number of its experts, of those that divide over the `size` devices of "ep".
+
+    replicate: those that do not divide are left out; else they are a `ValueError`. Experts that are not stacked, and
+    cannot be divided, are a `NotImplementedError`, and left out for one device.
+    """
+    plan = expanded_plan(model, "ep_plan")
+    modules = dict(model.named_modules())
+    found = {name: modules[name] for name, style in plan.items() if style == DISPATCHED and name in modules}
+    divisible = {}
+    for name, module in found.items():
+        experts: Any = getattr(module, "num_experts", None)
+        if (why := _why_not_stacked(name, module, plan, experts)) is not None:
+            if size > 1:
+                raise NotImplementedError(why)
+        elif experts % size == 0:
+            divisible[name] = experts
+        elif not replicate:
+            fit = ", ".join(str(one) for one in range(1, experts + 1) if experts % one == 0)
+            raise ValueError(
+                f"{name}: {experts} experts do not divide over ep={size} ranks: take one of {fit}; "
+                f"uneven='replicate' replicates them on every rank"
+            )
+    return divisible
+
+
+def _why_not_stacked(name: str, module: nn.Module, plan: Mapping[str, str], experts: Any) -> str | None:
+    """The reason why the first dimension of each parameter is not that of the experts; None where it is."""
     own = dict(module.named_parameters())
     whole = [key for key, one in own.items() if plan.get(f"{name}.{key}") != STACKED or one.shape[0] != experts]
-    if not own or whole:
-        raise NotImplementedError(
-            f"{name} ({type(module).__name__}) has no stacked experts that can be divided over ep: "
-            f"{', '.join(whole) or 'it has no parameters'}"
-        )
-    assert isinstance(experts, int)
-    return experts
+    if own and not whole:
+        return None
+    return (
+        f"{name} ({type(module).__name__}) has no stacked experts that can be divided over ep: "
+        f"{', '.join(whole) or 'it has no parameters'}"
+    )
 
 
 def _check_rules(rules: Mapping[str, PartitionSpec], stored: set[str]) -> None:

@@ -34,7 +34,7 @@ def shard_model(
     stored, and a parameter that none matches is sharded as the model declares. Where that differs from the sharding a
     computation needs, the parameter is redistributed for each use: the results are the same.
     Over a mesh of torch_xla (`make_mesh(axes, "xla")`) one process computes for all devices: the model moves to them,
-    and batches are to be divided by `shard_batch`. It supports dp, fsdp and tp.
+    and batches are to be divided by `shard_batch`. It supports dp, fsdp, ep and tp.
     uneven: a dimension that does not divide over "tp", or experts over "ep", is an error ("error"), or its attention,
     feed-forward network, experts or embedding are replicated on every rank ("replicate").
     `ValueError` for sizes that do not divide, and `NotImplementedError` for a model without a plan for an axis, leave

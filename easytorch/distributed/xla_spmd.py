@@ -15,24 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from easytorch.distributed import xla_experts
 from easytorch.distributed.declared import expanded_plan, partition_specs
 from easytorch.distributed.mesh import DATA, mesh_axis_sizes, parse_axes
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 from easytorch.distributed.specs import PartitionSpec, axis_names, entry, to_xla, without_axes
+from easytorch.distributed.xla_experts import EXPERTS
 from easytorch.tpu_platform import device_count, use_spmd
 
 if TYPE_CHECKING:
     from torch_xla.distributed.spmd import Mesh
 
-AXES = ("dp", "fsdp", "tp")
+AXES = ("dp", "fsdp", "ep", "tp")
 _STATE = "_xla_spmd"  # of the model: what `gather` undoes
 
 
 class _Sharded:
     """The mesh of a model, the spec of each parameter, and the hooks that annotate the outputs of layers."""
 
-    def __init__(self, mesh: Mesh, specs: Mapping[str, PartitionSpec], hooks: list[Any]) -> None:
-        self.mesh, self.specs, self.hooks = mesh, dict(specs), hooks
+    def __init__(self, mesh: Mesh, specs: Mapping[str, PartitionSpec], hooks: list[Any], experts: list[str]) -> None:
+        self.mesh, self.specs, self.hooks, self.experts = mesh, dict(specs), hooks, experts
 
 
 def is_spmd_mesh(mesh: Any) -> bool:
@@ -72,7 +74,7 @@ def shard(model: nn.Module, mesh: Mesh, partition_rules: PartitionRules | None, 
         raise ValueError("the model is sharded already: gather_model undoes shard_model")
     if absent := [name for name, one in model.named_parameters() if one.is_meta]:
         raise ValueError(f"{absent[0]} has no values: load the model before it is sharded over a mesh of torch_xla")
-    specs = _specs(model, mesh, partition_rules, replicate=replicate)
+    specs, whole = _specs(model, mesh, partition_rules, replicate=replicate)
     use_spmd()
     xs.set_global_mesh(mesh)
     device = torch_xla.device()
@@ -92,7 +94,8 @@ def shard(model: nn.Module, mesh: Mesh, partition_rules: PartitionRules | None, 
     if tie is not None:
         tie()
     hooks = _annotate_outputs(model, mesh, specs) if data_axes(mesh) else []
-    model.__dict__[_STATE] = _Sharded(mesh, specs, hooks)
+    experts = xla_experts.divide_experts(model, mesh, whole, replicate=replicate)
+    model.__dict__[_STATE] = _Sharded(mesh, specs, hooks, experts)
 
 
 def gather(model: nn.Module) -> None:
@@ -105,6 +108,7 @@ def gather(model: nn.Module) -> None:
         return
     for hook in state.hooks:
         hook.remove()
+    xla_experts.undo(model, state.experts)
     torch_xla.sync()  # what is pending was annotated
     for parameter in model.parameters():
         xs.clear_sharding(parameter)
@@ -175,17 +179,28 @@ def mark(tensor: Tensor, mesh: Mesh, spec: PartitionSpec) -> None:
 
 def _specs(
     model: nn.Module, mesh: Mesh, partition_rules: PartitionRules | None, *, replicate: bool
-) -> dict[str, PartitionSpec]:
+) -> tuple[dict[str, PartitionSpec], set[str]]:
+    """(parameter -> its spec, the modules and parameters that are not divided over "tp" though their plan says so)."""
+    from easytorch.distributed.expert_parallel import check_experts, divisible_experts
     from easytorch.distributed.tensor_parallel import AXIS, checked_plan
 
     sizes = mesh_axis_sizes(mesh)
     specs = partition_specs(model, partition_rules, mesh)
-    if sizes.get(AXIS, 1) == 1:
-        return specs
     rules = specs_by_rules(model, partition_rules, sizes)
+    if sizes.get(EXPERTS, 1) > 1:
+        check_experts(model, sizes[EXPERTS], rules, replicate=replicate)
+        divided = divisible_experts(model, sizes[EXPERTS], replicate=replicate)
+        inside = {f"{name}.{key}" for name in divided for key, _ in model.get_submodule(name).named_parameters()}
+        specs = {
+            name: spec if name in inside or name in rules else without_axes(spec, (EXPERTS,))
+            for name, spec in specs.items()
+        }
+    if sizes.get(AXIS, 1) == 1:
+        return specs, set()
     kept = checked_plan(model, sizes[AXIS], rules, replicate=replicate)
-    dropped = (expanded_plan(model, "tp_plan").keys() - kept.keys()) - rules.keys()
-    return {name: without_axes(spec, (AXIS,)) if name in dropped else spec for name, spec in specs.items()}
+    whole = expanded_plan(model, "tp_plan").keys() - kept.keys()
+    dropped = whole - rules.keys()
+    return {name: without_axes(spec, (AXIS,)) if name in dropped else spec for name, spec in specs.items()}, whole
 
 
 def _annotate_outputs(model: nn.Module, mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> list[Any]:
@@ -206,6 +221,7 @@ def _annotate_outputs(model: nn.Module, mesh: Mesh, specs: Mapping[str, Partitio
             if first.requires_grad and torch.is_grad_enabled():
                 first.register_hook(lambda gradient: mark(gradient, mesh, spec))
 
+        after.annotates_sharding = True  # type: ignore[attr-defined]  # `causal_loss.plain_parameters` reads it
         return after
 
     rows = data_axes(mesh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -55,12 +57,25 @@ def mean_loss(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and bias of a plain `nn.Linear` without hooks, in eager mode; else (None, None)."""
-    if type(layer) is not nn.Linear or watched(layer) or torch.compiler.is_compiling():
+    """The weight and bias of a plain `nn.Linear` without hooks, in eager mode; else (None, None).
+
+    Hooks with a true attribute `annotates_sharding` do not count: they are for the logits alone.
+    """
+    if type(layer) is not nn.Linear or torch.compiler.is_compiling() or watched(_without_annotations(layer)):
         return None, None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None or type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return None, None
-    if "bias" not in layer._parameters or not (weight.is_cpu or weight.is_cuda):
+    if "bias" not in layer._parameters or weight.device.type not in ("cpu", "cuda", "xla"):
         return None, None
     return weight, bias
+
+
+def _without_annotations(layer: nn.Linear) -> nn.Linear:
+    """The layer, or a copy of it without its hooks where all of these annotate a sharding."""
+    hooks = layer._forward_hooks
+    if not hooks or not all(getattr(hook, "annotates_sharding", False) for hook in hooks.values()):
+        return layer
+    bare = copy.copy(layer)
+    bare._forward_hooks = OrderedDict()
+    return bare

@@ -30,7 +30,7 @@ def without_logits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> tuple[A
     weight, bias = plain_parameters(head)
     if weight is None:  # nor FSDP's, which would be gone when the output's logits are read
         weight, bias = sharded_parameters(head)
-    if weight is None:
+    if weight is None or weight.device.type == "xla":  # where the probe, which is read, would end the program
         return None
     before: Any = head.__dict__.get("forward")  # tensor parallelism's
     seen: list[Tensor] = []

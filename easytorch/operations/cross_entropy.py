@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cross_entropy import aten, cpu, fused_linear, native
+from easytorch.kernels.cross_entropy import aten, cpu, fused_linear, native, torch_xla_op
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -85,11 +85,11 @@ class FusedLinearCrossEntropy(ProductImpl):
     def supports(
         self, backend: str, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
     ) -> str | None:
-        if backend != "triton":
-            return None
-        from easytorch.kernels.cross_entropy import triton_op
+        if backend == "triton":
+            from easytorch.kernels.cross_entropy import triton_op
 
-        return triton_op.supports(hidden, self.product_dtype(hidden))
+            return triton_op.supports(hidden, self.product_dtype(hidden))
+        return torch_xla_op.supports(hidden, self.product_dtype(hidden)) if backend == "xla" else None
 
     def definition(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *,
@@ -113,3 +113,11 @@ class FusedLinearCrossEntropy(ProductImpl):
     ) -> Tensor:  # fmt: skip
         hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options, library="triton")
+
+    @backend("xla")
+    def forward_tpu(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
+        **options: Unpack[FusedLossOptions],
+    ) -> Tensor:  # fmt: skip
+        hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
+        return torch_xla_op.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)

@@ -72,9 +72,7 @@ def fused_linear_cross_entropy(
     vocabulary = weight.shape[0]
     shape = (*hidden.shape[:-1], vocabulary)
     check_arguments(shape, labels, label_smoothing, softcap, z_loss, reduction, ignore_index)
-    check_int64("fused_linear_cross_entropy", "chunk_size", chunk_size)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, or None to choose, got {chunk_size}")
+    check_chunk_size(chunk_size)
     if transforming() or (chunk_size is None and _is_small(hidden, labels.numel() * vocabulary)):
         loss = aten.cross_entropy if aten.supports(softcap, z_loss) is None else cross_entropy
         return loss(
@@ -93,6 +91,13 @@ def fused_linear_cross_entropy(
     one_chunk = not torch.compiler.is_compiling() and rows.shape[0] <= size
     total = _sum(rows, weight, bias, flat, *settings, one_chunk, wanted)[0]
     return total if reduction == "sum" else total / counted(labels, ignore_index)
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
+    """An error for a number of rows that cannot be computed at once."""
+    check_int64("fused_linear_cross_entropy", "chunk_size", chunk_size)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, or None to choose, got {chunk_size}")
 
 
 def _is_small(hidden: torch.Tensor, logits: int) -> bool:

@@ -9,12 +9,15 @@ import torch_xla
 from torch_xla.debug import metrics
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from easytorch.distributed import make_mesh, shard_batch, shard_model
 from easytorch.distributed.xla_spmd import mark
+from easytorch.kernels.cross_entropy import fused_linear
+from easytorch.layers import deferred_logits
 from easytorch.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from easytorch.models.qwen3 import Qwen3ForCausalLM
+from easytorch.models.qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 62, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -31,6 +34,11 @@ def tied_qwen3() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
 
 
+def experts() -> Qwen3MoeForCausalLM:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, output_router_logits=True))
+
+
 def wrapped(model, mesh):
     """torch_xla's FSDPv2, by its own wrapper."""
 
@@ -39,7 +47,9 @@ def wrapped(model, mesh):
         mark(tensor, mesh, ("fsdp", None, None))
 
     def policy(module, recurse, unwrapped_params) -> bool:
-        return transformer_auto_wrap_policy(module, recurse, unwrapped_params, {LlamaDecoderLayer})
+        return transformer_auto_wrap_policy(
+            module, recurse, unwrapped_params, {LlamaDecoderLayer, Qwen3MoeDecoderLayer}
+        )
 
     return SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=shard_output, auto_wrap_policy=policy)
 
@@ -51,6 +61,7 @@ def sharded(model, mesh):
 CASES = {
     llama: [("dp=4", sharded), ("fsdp=2,tp=2", sharded), ("dp=2,fsdp=2", sharded), ("fsdp=4", wrapped)],
     tied_qwen3: [("fsdp=4", sharded), ("dp=2,tp=2", sharded)],
+    experts: [("fsdp=2,ep=2", sharded), ("ep=2,tp=2", sharded), ("dp=4", sharded), ("fsdp=4", wrapped)],
 }
 
 
@@ -82,8 +93,11 @@ def train(model, mesh=None):
 
 def main() -> None:
     # before the first backward pass: autograd makes a queue for each device that it knows then
-    meshes = {axes: make_mesh(axes, "xla") for axes in ("dp=4", "fsdp=4", "fsdp=2,tp=2", "dp=2,fsdp=2", "dp=2,tp=2")}
+    meshes = {axes: make_mesh(axes, "xla") for cases in CASES.values() for axes, _ in cases}
+    fused_linear.LOGITS_AT_ONCE = 8 * SIZES["vocab_size"]
     for make, cases in CASES.items():
+        # Llama's loss by chunks of eight rows, and that of the others by its logits
+        deferred_logits.SMALLEST = 0 if make is llama else 2**22
         torch.manual_seed(0)
         model = make().train()
         start = copy.deepcopy(model)
