@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from easytorch.distributed import xla_shards
 
 PATTERN = "shard-*.safetensors"
 # A rank serializes one file at a time in memory.
@@ -63,9 +66,18 @@ def save_shards(
     finish: called by the first rank when every rank has written, before this returns in any of them; its error is
     everyone's. in_background: copy the tensors to the CPU, and write them while training goes on; returns a future to
     give to `result_of`. group: of a CPU backend. stager: keeps the memory of the copies for the next save in the
-    background, which must not begin before this one is done.
+    background, which must not begin before this one is done. Of tensors over a mesh of torch_xla the one process writes
+    a file for each device, never in the background.
     Raises `ShardsFailedError` in every rank.
     """
+    if xla_shards.on_devices(tensors):
+        assert not in_background, "one process writes what all devices hold"
+        try:
+            xla_shards.write_device_shards(tensors, folder)
+            finish()
+        except (OSError, SafetensorError) as error:
+            raise ShardsFailedError({0: error}) from None
+        return None
     # ranks with strided shards communicate here, so before a thread does
     state, seen = {}, set()
     for name, one in tensors.items():
@@ -117,7 +129,10 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path, *, group: Any = Non
     targets = {}
     for name, one in tensors.items():
         plain = _placements(one)
-        targets[name] = one.detach() if plain is None else _empty_like(one, plain)
+        if one.device.type == "xla":
+            targets[name] = torch.empty(one.shape, dtype=one.dtype)
+        else:
+            targets[name] = one.detach() if plain is None else _empty_like(one, plain)
     warnings.filterwarnings("ignore", message=_ALONE)
     with torch.no_grad():
         try:
@@ -125,7 +140,9 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path, *, group: Any = Non
         except CheckpointException as error:
             raise _failed(error) from None
         for name, one in tensors.items():
-            if isinstance(one, DTensor) and _placements(one) is not None:
+            if one.device.type == "xla":
+                xla_shards.fill(one, targets.pop(name))
+            elif isinstance(one, DTensor) and _placements(one) is not None:
                 one.detach().copy_(targets[name].redistribute(placements=one.placements))  # type: ignore[attr-defined]
 
 

@@ -370,8 +370,7 @@ def check_xla(config: TrainingConfig) -> None:
     for name, given, why in (
         ("compile", config.compile, "torch_xla compiles each step already"),
         ("activation_checkpointing", config.activation_checkpointing == "selective", "torch_xla has full alone"),
-        ("checkpoint_format", config.checkpoint_format == "sharded", "one process writes: take full or auto"),
-        ("async_checkpoint", config.async_checkpoint, "it is for sharded checkpoints"),
+        ("async_checkpoint", config.async_checkpoint, "its checkpoints are written while the devices wait"),
         ("lora", config.lora is not None, "adapters are trained on the CPU or on GPUs"),
     ):
         if given:

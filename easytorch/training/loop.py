@@ -103,8 +103,8 @@ def _prepare(processes: Processes, config: TrainingConfig) -> _Run:
         if place := state.get("data"):
             task.restore(place)
     if checkpoint is not None and "optimizer_steps" in state:
-        parallel.check_restorable(checkpoint)
         restore(checkpoint, state, model, optimizer, processes)
+        parallel.place_moments(optimizer)
     saver = CheckpointSaver(config, processes, parallel, tokenizer, settings, checkpoint)
     return _Run(config, processes, tokenizer, task, parallel, optimizer, state["step"], saver)
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,10 +99,7 @@ class ParallelModel:
         return on_device(batch, self.model.device)
 
     def place_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the moments of a full checkpoint as their weights are. DTensors' are divided as they load."""
-
-    def check_restorable(self, checkpoint: Path) -> None:
-        """`ValueError` where a sharded checkpoint cannot be read into this model."""
+        """Divide moments that were loaded as their weights are. DTensors' are divided as they load."""
 
     def seed(self, seed: int) -> None:
         """Of dropout."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,12 +58,6 @@ class SpmdModel(ParallelModel):
 
     def place_moments(self, optimizer: torch.optim.Optimizer) -> None:
         shard_optimizer(self.model, optimizer)
-
-    def check_restorable(self, checkpoint: Path) -> None:
-        raise ValueError(
-            f"{checkpoint} is sharded, and {flag('device')} xla resumes full checkpoints: resume it on the CPU or on "
-            f"GPUs, or train a new run from its weights ({flag('model')} {checkpoint})"
-        )
 
     def seed(self, seed: int) -> None:
         import torch_xla

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 import torch_xla
+from safetensors.torch import load_file
 from transformers import LlamaConfig, OPTConfig
 
 import easytorch
 from easytorch.distributed import gather_model, make_mesh, params_sharding, shard_batch, shard_model
+from easytorch.distributed.shards import load_shards, model_tensors, save_shards
 from easytorch.models.llama import LlamaForCausalLM
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,12 +52,33 @@ def main(folder: Path) -> None:
         again = easytorch.AutoModelForCausalLM.from_pretrained(folder / f"{name} again").state_dict()
         assert again.keys() == plain.state_dict().keys()
         assert all(torch.equal(again[key], value) for key, value in plain.state_dict().items())
+        if name == "llama":
+            in_shards(model, plain, folder / "shards")
         assert gather_model(model) is model
         assert not any(torch_xla._XLAC._get_xla_sharding_spec(one.detach()) for one in model.parameters())
         with torch.no_grad():
             torch.testing.assert_close(model(**batch, use_cache=False).logits.cpu(), want, rtol=1e-4, atol=1e-5)
     refusals(mesh, configs["llama"])
     print("ok")
+
+
+def in_shards(model, plain, folder: Path) -> None:
+    """A file for each device, which any mesh reads, and these devices too."""
+    folder.mkdir()
+    save_shards(model_tensors(model), folder, lambda: None)
+    files = sorted(folder.iterdir())
+    parts = [load_file(file)["model.layers.0.mlp.down_proj.weight"] for file in files]
+    assert [part.shape for part in parts] == [(16, 32)] * 4
+    read = {key: torch.zeros_like(value) for key, value in plain.state_dict().items()}
+    load_shards(read, folder)
+    assert all(torch.equal(read[key], value) for key, value in plain.state_dict().items())
+    stored = {key: shards_of(one) for key, one in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_shards(model_tensors(model), folder)
+    assert all(torch.equal(one.detach().cpu(), plain.get_parameter(key)) for key, one in model.named_parameters())
+    assert stored == {key: shards_of(one) for key, one in model.named_parameters()}
 
 
 def refusals(mesh, config) -> None:
@@ -66,7 +89,7 @@ def refusals(mesh, config) -> None:
             return str(error)
         raise AssertionError("it was taken")
 
-    assert "dp, fsdp, tp" in why(lambda: make_mesh("sp=4", "xla"))
+    assert "dp, fsdp, ep, tp" in why(lambda: make_mesh("sp=4", "xla"))
     assert "needs 3 devices" in why(lambda: make_mesh("fsdp=3", "xla"))
     assert "3 rows" in why(lambda: shard_batch({"input_ids": torch.zeros(3, 2)}, mesh))
     odd = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "intermediate_size": 63}))

@@ -59,8 +59,10 @@ def main(folder: Path) -> None:
     mesh = {"device": "xla", "mesh": "fsdp=2,tp=2"}
     assert_equal(train(folder, "xla", **mesh), want)
     # one process of the CPU goes on from a checkpoint of the devices, and they from one of the CPU
-    for first, then in ((mesh, {"device": "cpu"}), ({"device": "cpu"}, mesh)):
-        name = f"from {first['device']}"
+    shards = {**mesh, "checkpoint_format": "sharded"}
+    cases = ((mesh, {"device": "cpu"}), ({"device": "cpu"}, mesh), (shards, {"device": "cpu"}), (shards, shards))
+    for number, (first, then) in enumerate(cases):
+        name = f"resumed {number}"
         train(folder, name, **first, steps=3)
         change = {"resume": True, "change": ["steps", "mesh"]}
         assert_equal(train(folder, name, **then, **change), want)
