@@ -41,7 +41,14 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
 
     size = ranks.size()
     stored = stored_dimensions(model, rules)
-    plan = dividing_plan(model, expanded_plan(model, "tp_plan"), stored, size, replicate)
+    plan = expanded_plan(model, "tp_plan")
+    names = {name for name, _ in model.named_modules()}
+    if adapted := next((name for name in plan if f"{name}.base_layer" in names), None):
+        raise NotImplementedError(
+            f"{adapted} has an adapter, which is not divided over tp: merge it (unwrap_lora_to_layers), or shard the "
+            "model over dp and fsdp"
+        )
+    plan = dividing_plan(model, plan, stored, size, replicate)
     if replicate:
         stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
     # by the names that the model's modules and parameters have: a tied weight has one of its two
