@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from easytorch.bridge.checkpoint import open_checkpoint
+from easytorch.bridge.core.boxes import read_box, whole_box
 from easytorch.bridge.core.compare import identical
 from easytorch.bridge.core.config import Config
+from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
-from easytorch.bridge.dtypes import is_dtype, to_numpy, to_torch
+from easytorch.bridge.dtypes import is_dtype, numpy_dtype, to_numpy, to_torch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.registry import Found
 from easytorch.bridge.memory.dtensors import dtensors_of
@@ -43,6 +46,47 @@ def load_torch_state_dict(
     with open_checkpoint(Path(path), prefer="tree", found=found, config=config, writable=True) as checkpoint:
         reader = checkpoint.in_scheme(TORCH, strict=False).reader
         return _apart({name: to_torch(reader.read(name)) for name in reader.tensors})
+
+
+class StoredTensor:
+    """A weight of an open checkpoint, of which an index of slices reads a part, as of safetensors' `get_slice`."""
+
+    def __init__(self, reader: Reader, info: TensorInfo) -> None:
+        self._reader, self._info = reader, info
+        self.dtype = to_torch(np.empty(0, numpy_dtype(info.dtype))).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._info.shape
+
+    def get_shape(self) -> list[int]:
+        return list(self._info.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The part in memory of its own. index: `...`, a slice, or a tuple of slices of step 1, one a dimension."""
+        box = list(whole_box(self.shape))
+        if index is not ...:
+            for dim, one in enumerate(index if isinstance(index, tuple) else (index,)):
+                start, stop, _ = one.indices(self.shape[dim])
+                box[dim] = slice(start, max(start, stop))
+        return to_torch(np.array(read_box(self._reader, self._info.name, tuple(box)), order="C"))
+
+
+@contextmanager
+def stored_tensors(
+    path: str | PathLike[str], *, config: str | PathLike[str] | Config | None = None, found: Found | None = None
+) -> Iterator[dict[str, StoredTensor]]:
+    """`load_torch_state_dict` of tensors that are read when they are indexed, while the context lasts.
+
+    Of an Orbax checkpoint a part is read from the chunks that it meets, where its layout is a permutation, heads or
+    stacked layers; of others, and of computed layouts, from the tensor.
+    """
+    with open_checkpoint(Path(path), prefer="tree", found=found, config=config) as checkpoint:
+        reader = checkpoint.in_scheme(TORCH, strict=False).reader
+        yield {name: StoredTensor(reader, info) for name, info in reader.tensors.items()}
 
 
 def tree_to_state_dict(

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box, read_box
 from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.reader import PartialReader, Reader
@@ -37,6 +38,10 @@ class RenamedReader(ContextManager):
     def read_in_parts(self, name: str) -> InParts:
         """`read`, with the tensor in parts where the underlying reader gives parts."""
         return read_in_parts(self._reader, self.names[name])
+
+    def read_box(self, name: str, box: Box) -> np.ndarray:
+        """A box of one tensor, without the rest where the underlying reader gives it so."""
+        return read_box(self._reader, self.names[name], box)
 
     def close(self) -> None:
         """Closes the reader behind it."""

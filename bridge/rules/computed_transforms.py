@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.rules.transforms import Arrays, Shape, Transform
+from easytorch.bridge.rules.transforms import Arrays, LeafBox, Shape, Transform
 
 Elementwise = Callable[[np.ndarray], np.ndarray]
 
@@ -42,6 +43,20 @@ def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
             raise CheckpointError(f"a leaf of shape {shape} has {apart[axis]} heads, not {heads}; correct the number")
         return (*apart[:axis], apart[axis] * apart[axis + 1], *apart[axis + 2 :])
 
+    def box_of(number: int, box: Box, shape: Shape) -> LeafBox:
+        """Whole heads are read, of which the first and the last may be needed in part."""
+        size = tuple(shape[place] for place in back)[axis + 1]
+        first, last = box[axis].start // size, -(-box[axis].stop // size)
+        apart = (*box[:axis], slice(first, last), slice(0, size), *box[axis + 1 :])
+        rows = slice(box[axis].start - first * size, box[axis].stop - first * size)
+
+        def made(array: np.ndarray) -> np.ndarray:
+            split = array.transpose(back)
+            merged = split.reshape(*split.shape[:axis], -1, *split.shape[axis + 2 :])
+            return merged[(slice(None),) * axis + (rows,)]
+
+        return tuple(apart[place] for place in order), made
+
     return Transform(
         name=f"split_heads[{heads}, {axis}, {order}]",
         to_flax=lambda arrays: arrays[0].reshape(split(arrays[0].shape)).transpose(order),
@@ -50,6 +65,7 @@ def split_heads(heads: int, axis: int, order: tuple[int, ...]) -> Transform:
         torch_shapes=lambda shape: (torch_shape(shape),),
         rank=len(order),
         torch_rank=len(order) - 1,
+        box_of=box_of,
     )
 
 
@@ -70,6 +86,7 @@ def interleaved(inner: Transform, heads: int) -> Transform:
 
     return replace(
         inner,
+        box_of=None,
         name=f"interleaved[{inner.name}]",
         to_flax=lambda arrays: inner.to_flax([weave(arrays[0])]),
         to_flax_parts=None,
@@ -88,6 +105,7 @@ def unfolded(inner: Transform, sizes: tuple[int, int]) -> Transform:
 
     return replace(
         inner,
+        box_of=None,
         name=f"unfolded[{inner.name}, {sizes}]",
         to_flax=lambda arrays: _reshaped(inner.to_flax(arrays), sizes),
         to_torch=lambda array: parts_of(inner, array.reshape(folded(array.shape))),
@@ -102,6 +120,7 @@ def cut(inner: Transform, size: int, axis: int) -> Transform:
     window = (slice(None),) * axis + (slice(size),)
     return replace(
         inner,
+        box_of=None,
         name=f"cut[{inner.name}, {size}, {axis}]",
         to_torch=lambda array: parts_of(inner, array[window]),
         torch_shapes=lambda shape: inner.torch_shapes((*shape[:axis], size, *shape[axis + 1 :])),
@@ -129,6 +148,7 @@ def computed(
     """
     return replace(
         inner,
+        box_of=None,
         name=name,
         to_flax=lambda arrays: _blockwise(forth, inner.to_flax(arrays), "float32" if wide else None),
         to_flax_parts=None,

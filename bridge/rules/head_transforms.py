@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box
 from easytorch.bridge.core.mapped import give_back
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.rules.computed_transforms import require_count, split_heads
-from easytorch.bridge.rules.transforms import Shape, Transform, get_transform
+from easytorch.bridge.rules.transforms import LeafBox, Shape, Transform, get_transform
 
 
 def heads_out(heads: int) -> Transform:
@@ -40,6 +41,7 @@ with_batch = Transform(
     flax_shape=lambda shapes: (1, *shapes[0]),
     torch_shapes=lambda shape: (shape[1:],),
     rank=3,
+    box_of=lambda number, box, shape: ((slice(0, 1), *box), lambda array: array[0]),
 )
 
 
@@ -61,6 +63,11 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
             raise CheckpointError(f"a leaf of shape {shape} is no stack of {count} along axis {axis}")
         return list(layer.torch_shapes((*shape[:axis], *shape[axis + 1 :]))) * count
 
+    def box_of(number: int, box: Box, shape: Shape) -> LeafBox:
+        assert layer.box_of is not None
+        inner, made = layer.box_of(0, box, (*shape[:axis], *shape[axis + 1 :]))
+        return (*inner[:axis], slice(number, number + 1), *inner[axis:]), lambda array: made(array.squeeze(axis))
+
     return Transform(
         name=f"stacked[{layer.name}, {count}, {axis}]",
         to_flax=lambda arrays: _stack([layer.to_flax([array]) for array in arrays], axis),
@@ -74,6 +81,7 @@ def stacked(one: Transform | str, count: int, axis: int) -> Transform:
         torch_dtype=layer.torch_dtype,
         to_flax_parts=None if axis else lambda arrays: [layer.to_flax([array]) for array in arrays],
         stacked_along=axis,
+        box_of=None if layer.box_of is None else box_of,
     )
 
 

@@ -7,13 +7,16 @@ from threading import Lock
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box, read_box
 from easytorch.bridge.core.casting import CastOverflow
 from easytorch.bridge.core.compare import identical_parts
 from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.in_parts import InParts, read_in_parts
 from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.tensor_info import TensorInfo
+from easytorch.bridge.dtypes import numpy_dtype
 from easytorch.bridge.rules.plan import Plan, Same, Step
+from easytorch.bridge.rules.transforms import get_transform
 from easytorch.bridge.storage.temp_arrays import TempArrays
 
 
@@ -58,6 +61,22 @@ class PlannedReader(ContextManager):
                 for info, made in zip(step.targets, self._run(step), strict=True):
                     self._aside[info.name] = self._temp_arrays.put_aside(made.whole())
             return InParts.of(self._aside.pop(name))
+
+    def read_box(self, name: str, box: Box) -> np.ndarray:
+        """A box of one tensor: without the rest of its source where the layout allows, and the source's reader."""
+        step = self._makers[name]
+        box_of = step.transform.box_of
+        if len(step.sources) > 1 or box_of is None or not (step.reverse or step.transform is get_transform("identity")):
+            return self.read(name)[box]
+        (source,) = step.sources
+        home = self._home[source]
+        number = next(place for place, target in enumerate(step.targets) if target.name == name)
+        inner, made = box_of(number, box, home.tensors[source].shape)
+        part = InParts.of(made(read_box(home, source, inner)))
+        try:
+            return part.cast(numpy_dtype(self.tensors[name].dtype)).whole()
+        except CastOverflow as error:
+            raise error.of(name) from None
 
     def _run(self, step: Step) -> Sequence[InParts]:
         return step.run_in_parts([read_in_parts(self._home[source], source) for source in step.sources])

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box
+
 Arrays = Sequence[np.ndarray]
 Shape = tuple[int, ...]
+# A box of a leaf, and what makes the box of a torch tensor of its elements.
+LeafBox = tuple[Box, Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -27,6 +31,8 @@ class Transform:
     (the biases of recurrent cells): `to_flax` then returns so many arrays and `to_torch` is given them, and so do the
     functions of shapes. `moves_rows`: the first dimension alone is reordered, so that rows may be of packed bytes too.
     `stacked_along`: the leaf's dimension of layers, where they are stacked, even one alone.
+    `box_of`, of (the number of a torch tensor, a box of it, the leaf's shape): the box of the leaf that has its
+    elements, for what reads no more than these; None where the whole leaf is to be read.
     `to_flax_parts` gives the leaf as views that follow one another in C order, where
     `to_flax` has to copy them together.
     """
@@ -45,6 +51,7 @@ class Transform:
     to_flax_parts: Callable[[Arrays], Arrays] | None = None
     moves_rows: bool = False
     stacked_along: int | None = None
+    box_of: Callable[[int, Box, Shape], LeafBox] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -61,6 +68,10 @@ def permutation(name: str, to_flax: tuple[int, ...]) -> Transform:
         torch_shapes=lambda shape: (tuple(shape[axis] for axis in to_torch),),
         rank=len(to_flax),
         torch_rank=len(to_flax),
+        box_of=lambda number, box, shape: (
+            tuple(box[axis] for axis in to_flax),
+            lambda array: array.transpose(to_torch),
+        ),
     )
 
 
@@ -89,6 +100,7 @@ register_transform(
         to_torch=lambda array: (array,),
         flax_shape=lambda shapes: shapes[0],
         torch_shapes=lambda shape: (shape,),
+        box_of=lambda number, box, shape: (box, lambda array: array),
     ),
 )
 # torch (out, in) <-> Flax (in, out).

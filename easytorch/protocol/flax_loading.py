@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from easytorch.bridge.core.config import Config
 from easytorch.bridge.errors import CheckpointError
-from easytorch.bridge.state import load_torch_state_dict
+from easytorch.bridge.state import load_torch_state_dict, stored_tensors
 from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, FlaxFile
 
 
@@ -23,15 +23,21 @@ def load_flax(
     config: Any,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    files: ExitStack | None = None,
+) -> tuple[Any, dict[str, Any], Mapping[str, Any]]:
     """(model, loading info, weights) of `load`, a `from_pretrained`, given the checkpoint's weights as a state dict.
 
     dtype: None and "auto" mean the checkpoint's dtype, as for a torch checkpoint whose config has none.
+    files: the weights are read in parts, as `load` takes them, and the checkpoint is open until this is closed.
     """
 
-    def read(made: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    def read(made: PreTrainedConfig) -> tuple[PreTrainedConfig, Mapping[str, Any]]:
         content = Config(flax.path.parent / "config.json", made.to_dict())
-        state_dict = load_torch_state_dict(flax.path, config=content, found=flax.found)
+        state_dict: Mapping[str, Any]
+        if files is None:
+            state_dict = load_torch_state_dict(flax.path, config=content, found=flax.found)
+        else:
+            state_dict = files.enter_context(stored_tensors(flax.path, config=content, found=flax.found))
         if not state_dict:
             raise CheckpointError("holds no weights; save it again", file=flax.path)
         return made, state_dict
@@ -48,8 +54,8 @@ def load_state_dict(
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    read: Callable[[PreTrainedConfig], tuple[PreTrainedConfig, dict[str, torch.Tensor]]],
-) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+    read: Callable[[PreTrainedConfig], tuple[PreTrainedConfig, Mapping[str, Any]]],
+) -> tuple[Any, dict[str, Any], Mapping[str, Any]]:
     """`load_flax` of any checkpoint at `path`. read: its config -> the config to build a model of, and its weights."""
     where = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
     # A config takes whatever it is given, and "auto" is no dtype it could have.

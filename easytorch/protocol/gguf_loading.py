@@ -122,7 +122,7 @@ def load_gguf(
     config: Any,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+) -> tuple[Any, dict[str, Any], Mapping[str, Any]]:
     """(model, loading info, weights) of `load`, a `from_pretrained`, given the file's blocks as a state dict."""
     if not isinstance(config, PreTrainedConfig) and not (Path(name_or_path) / "config.json").is_file():
         stated = _stated_config(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +37,21 @@ def load_pretrained(
     kwargs: those of `from_pretrained`, and `NativeModel`'s `from_flax`, `strict` and `ignore_mismatched_sizes`, which
     are popped.
     """
+    with ExitStack() as files:
+        return _load(model_class, path, model_args, kwargs, from_torch, from_state_dict, check, files)
+
+
+def _load(
+    model_class: type[PreTrainedModel],
+    path: Any,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    from_torch: Callable[..., Any],
+    from_state_dict: Callable[..., Any],
+    check: Check,
+    files: ExitStack,
+) -> tuple[Any, dict[str, Any]]:
+    """`load_pretrained`; files: closed when the model is loaded."""
     strict = kwargs.pop("strict", True)
     ignore = kwargs.pop("ignore_mismatched_sizes", False)
     settings_of_name(kwargs)
@@ -62,10 +77,12 @@ def load_pretrained(
         opened = weights_of(path, kwargs)
     else:
         source, config = str(flax.path), kwargs.pop("config", None)
+        parts = files if getattr(model_class, "reads_parts", False) else None
         model, info, weights = load_flax(
-            from_state_dict, model_class.config_class, flax, path, config, model_args, kwargs
+            from_state_dict, model_class.config_class, flax, path, config, model_args, kwargs, parts
         )
-        opened = nullcontext(weights.__getitem__)
+        read = weights.__getitem__
+        opened = nullcontext(read if parts is None else lambda name: read(name)[...])
     fill_repeats(model, info, opened)
     if getattr(model, "_hf_peft_config_loaded", False):
         return model, info

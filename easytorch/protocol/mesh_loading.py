@@ -54,7 +54,8 @@ def class_over_mesh(model_class: Any, path: Any, mesh: Any, partition_rules: Any
                 *(f"^{re.escape(name)}$" for name in self.left_out_names()),
             }
 
-    return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
+    members = {"__init__": __init__, "__module__": model_class.__module__, "reads_parts": True}
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _class_by_spmd(model_class: Any, mesh: Any, partition_rules: Any) -> Any:

@@ -143,7 +143,7 @@ def load_packed(
     config: Any,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
+) -> tuple[Any, dict[str, Any], Mapping[str, Any]]:
     """(model, loading info, weights) of `load`, a `from_pretrained`, given the weights as a state dict."""
     return load_state_dict(
         load, model_class.config_class, packed.path, name_or_path, config, model_args, kwargs,

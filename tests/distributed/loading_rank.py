@@ -18,6 +18,7 @@ from transformers import core_model_loading
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 import easytorch
+from easytorch.bridge.formats.orbax_trees.tree import OrbaxReader
 from easytorch.distributed import make_mesh
 from easytorch.protocol.mesh_loading import class_over_mesh
 from tests.processes import leave_group
@@ -54,6 +55,27 @@ def counting() -> Iterator[None]:
         yield
     finally:
         DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy = shard, copy
+
+
+@contextmanager
+def orbax_bytes() -> Iterator[list[int]]:
+    """The sizes of the arrays, or parts of them, that are read of Orbax checkpoints."""
+    taken: list[int] = []
+    methods = OrbaxReader.read, OrbaxReader.read_box
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            array = method(*args)
+            taken.append(array.nbytes)
+            return array
+
+        return call
+
+    OrbaxReader.read, OrbaxReader.read_box = map(counted, methods)
+    try:
+        yield taken
+    finally:
+        OrbaxReader.read, OrbaxReader.read_box = methods
 
 
 def own_bytes(model: Any) -> int:
@@ -107,6 +129,11 @@ def main(folder: Path) -> None:
     check(str(folder / "qwen3_moe"), "pp=2", ours, share=0.8)
     check(str(folder / "flax"), "pp=2", ours, share=0.8)
     check(str(folder / "flax"), "fsdp=2", ours)
+    with orbax_bytes() as taken:
+        check(str(folder / "orbax"), "fsdp=2", ours)
+        alone = easytorch.AutoModelForCausalLM.from_pretrained(folder / "orbax")
+    # once by the rank's own part, and twice as a whole: by `alone` in `check`, and here
+    assert sum(taken) <= 2.6 * sum(p.nbytes for p in alone.parameters()), taken
     check(str(folder / "olmo"), "tp=2", ours)  # transformers' own class
     mesh = make_mesh("tp=2")
     llama = str(folder / "llama")

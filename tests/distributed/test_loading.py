@@ -23,6 +23,7 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
         config = FAMILIES[family].config(vocab_size=97 if family == "qwen3_moe" else 96)
         easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
     convert(tmp_path / "llama", tmp_path / "flax", to="flax")
+    convert(tmp_path / "llama", tmp_path / "orbax", to="orbax")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.OlmoConfig(vocab_size=96, eos_token_id=1, pad_token_id=0, **sizes)
     transformers.OlmoForCausalLM(config).save_pretrained(tmp_path / "olmo")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from easytorch.bridge.core.boxes import Box
 from easytorch.bridge.core.context_manager import ContextManager
 from easytorch.bridge.core.mapped import MappedFile
 from easytorch.bridge.core.reader import Reader
@@ -109,19 +110,31 @@ class OrbaxReader(ContextManager):
         if name in self._located:
             assert self._inline is not None
             return self._inline.array(self._located[name].start, info.shape, info.dtype)
-        key = self._keys[name]
-        array = self._arrays[key]
+        array = self._arrays[self._keys[name]]
         with tensorstore_errors(self._folder, name):
-            spec = array_spec(self._store, key, array.driver)
-            opened = load_tensorstore().open(spec, context=self._context, open=True, read=True).result()
-            if opened.shape != info.shape or opened.dtype.numpy_dtype != numpy_dtype(info.dtype):
-                raise self._fail(f"is {opened.dtype} {opened.shape} now and was {info.dtype} {info.shape}", name)
+            opened = self._opened(info)
             if in_one_window(info) or array.chunk_count == 1:
                 return np.asarray(opened.read().result())
             data = np.empty(info.shape, opened.dtype.numpy_dtype)
             for window in windows(info.shape, array.chunks, data.itemsize):
                 data[window] = opened[window].read().result()
             return data
+
+    def read_box(self, name: str, box: Box) -> np.ndarray:
+        """A box of one tensor; of the files the chunks that it meets."""
+        if name in self._located:
+            return self.read(name)[box]
+        with tensorstore_errors(self._folder, name):
+            return np.asarray(self._opened(self.tensors[name])[box].read().result())
+
+    def _opened(self, info: TensorInfo) -> Any:
+        """The tensorstore of one array, which is not read yet."""
+        key = self._keys[info.name]
+        spec = array_spec(self._store, key, self._arrays[key].driver)
+        opened = load_tensorstore().open(spec, context=self._context, open=True, read=True).result()
+        if opened.shape != info.shape or opened.dtype.numpy_dtype != numpy_dtype(info.dtype):
+            raise self._fail(f"is {opened.dtype} {opened.shape} now and was {info.dtype} {info.shape}", info.name)
+        return opened
 
     def close(self) -> None:
         """Lets go of the files."""
