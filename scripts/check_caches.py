@@ -41,6 +41,7 @@ from transformers.generation.streamers import BaseStreamer  # noqa: E402
 import easytorch  # noqa: E402
 from easytorch import protocol  # noqa: E402
 from easytorch.cache import RaggedPagesCache  # noqa: E402
+from easytorch.cache_names import CACHE, STATES  # noqa: E402
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"initializer_range": 0.3}  # else tokens repeat, whatever a cache holds
@@ -193,7 +194,7 @@ def generate(model: Any, cache: str, case: Case, assistant: Any) -> list[Tensor]
     else:
         made = CACHES[cache](model, each * len(ids))
         if made is not None:
-            settings["cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"] = made
+            settings[STATES if "mamba" in type(model).__name__.lower() else CACHE] = made
     torch.manual_seed(3)
     if case.way == "outputs":
         watcher = Watcher()

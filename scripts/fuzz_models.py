@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from easytorch.cache_names import CACHE  # noqa: E402
 from scripts.model_fuzzing import other_families as others  # noqa: E402
 from scripts.model_fuzzing import special_settings  # noqa: E402
 from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, LANGUAGE, RECURRENT  # noqa: E402
@@ -315,7 +316,7 @@ def check_numbers(rng: random.Random, family: str, config: Any) -> None:
     for name, value in expected.items():
         if name in ("router_logits",) and rows is not None:
             same(name, given[name], value, rows.reshape(-1))
-        elif name != "past_key_values":
+        elif name != CACHE:
             same(f"{head} {name}", given[name], value, rows)
     losses = [
         output["loss"]
@@ -388,7 +389,7 @@ def check_cache(rng: random.Random, family: str, config: Any) -> None:
                 "input_ids": ids[:, start:stop],
                 "attention_mask": mask[:, :stop],
                 "position_ids": positions[:, start:stop],
-                "past_key_values": cache,
+                CACHE: cache,
             }
             for cache in held
         ]
@@ -538,7 +539,7 @@ def check_other_numbers(rng: random.Random, family: str, config: Any) -> None:
     if set(given) != set(expected):
         raise Different(f"{head}: {sorted(given)} for {sorted(expected)}")
     for name, value in expected.items():
-        if name != "past_key_values":
+        if name != CACHE:
             same(f"{head} {name}", given[name], value, rows)
     if "loss" in expected and expected["loss"].requires_grad and expected["loss"].isfinite():
         for output in (given, expected):

@@ -18,6 +18,7 @@ import transformers
 
 from easytorch import protocol
 from easytorch.cache import RaggedPagesCache
+from easytorch.cache_names import CACHE
 
 _LOSS = (
     "input_ids labels inputs_embeds attention_mask mask_info position_ids segment_ids past_key_values cache_metadata "
@@ -416,7 +417,7 @@ def steps(case: Any) -> None:
     assert bool((types == 1).all())
     refused(lambda: prepare(case.model, IDS, 3, 0), "max_length=3")
     refused(lambda: prepare(case.model, IDS, 9, 0, shardings={"a": None}), "shardings")
-    refused(lambda: case.call("update_inputs_for_generation", object(), {}), "past_key_values")
+    refused(lambda: case.call("update_inputs_for_generation", object(), {}), CACHE)
 
 
 @of("merge_params", "tree")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from easytorch.auto.inputs import Inputs
+from easytorch.cache_names import CACHE, NAMES, cache_of
 from easytorch.layers.attention import EAGER_INTERFACES
 
 
@@ -80,11 +81,11 @@ def _decode(model: Any, inputs: Inputs, mask: torch.Tensor, *, static: bool) -> 
         cache = None
     outputs = []
     for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-        step = inputs | {key: tokens[:, start:end], "use_cache": True, "past_key_values": cache}
+        step = inputs | {key: tokens[:, start:end], "use_cache": True, CACHE: cache}
         step["attention_mask"] = mask if key == "decoder_input_ids" else mask[:, :end]
         output = model(**step)
         outputs.append(output)
-        cache = output.past_key_values
+        cache = cache_of(output)
         if cache is None:
             raise ValueError("there is no cache")
     return outputs
@@ -95,7 +96,7 @@ def tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
-        output = [value for name, value in output.items() if "past_key_values" not in name and "cache" not in name]
+        output = [value for name, value in output.items() if not any(one in name for one in NAMES)]
     if isinstance(output, list | tuple):
         return [tensor for item in output for tensor in tensors(item)]
     return []

@@ -11,7 +11,7 @@ state_slots.py  `StateSlots`: states of recurrent layers, one slot a sequence
 page_table.py   which pages hold which tokens
 memory.py       how much memory is free
 
-The caches are transformers' `Cache`, so that they are taken as `past_key_values`.
+The caches are transformers' `Cache`, so that a model takes them as its cache.
 """
 
 from easytorch.cache.metadata import TransformerMetadata

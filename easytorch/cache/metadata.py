@@ -59,10 +59,10 @@ class TransformerMetadata:
     def check(self, cache: Any) -> None:
         """`ValueError` for a cache of other layers, rows or length."""
         if cache is None:
-            raise ValueError("cache_metadata describes past_key_values, and none are given")
+            raise ValueError("cache_metadata describes the cache of the call, and none is given")
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         if not isinstance(own, Cache):
-            raise ValueError(f"past_key_values must be a transformers Cache, not {type(cache).__name__}")
+            raise ValueError(f"the cache must be a transformers Cache, not {type(cache).__name__}")
         if own.layers and len(own) != self.num_hidden_layers:
             raise ValueError(f"the cache has {len(own)} layers, and cache_metadata {self.num_hidden_layers}")
         for name, given in (("max_length", _longest(own)), ("batch_size", getattr(own, "rows", None))):

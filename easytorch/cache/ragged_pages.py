@@ -139,7 +139,7 @@ class RaggedPagesMetadata:
     def check(self, cache: Any) -> None:
         """`ValueError` for a cache that was not made by this metadata."""
         if not isinstance(cache, RaggedPagesCache) or cache.metadata != self:
-            raise ValueError(f"past_key_values are no RaggedPagesCache of this metadata, but {type(cache).__name__}")
+            raise ValueError(f"the cache is no RaggedPagesCache of this metadata, but {type(cache).__name__}")
 
 
 class RaggedPagesCache(Cache):

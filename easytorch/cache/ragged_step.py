@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
 
 class RaggedStep:
-    """The `past_key_values` of a forward over one row (1, N) of packed chunks, their tokens in order.
+    """The cache of a forward over one row (1, N) of packed chunks, their tokens in order.
 
     Each layer writes the keys and values of all chunks to the pages before it attends to any, so a sequence may share
     pages of a common prefix that another sequence of the same call fills.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from easytorch.cache.ragged_pages import RaggedPagesCache
 
 
 class SequencePages:
-    """The `past_key_values` of a layer that is given one sequence of a step: writes its tokens and gathers all of them.
+    """The cache of a layer that is given one sequence of a step: writes its tokens and gathers all of them.
 
     pages: those that hold its tokens [0, end), in order. slots (T,): the places of the given tokens in the pool.
     """
@@ -20,7 +21,7 @@ class SequencePages:
         self._cache, self._slots, self._end = cache, slots, end
         self._pages = torch.tensor(pages[: -(-end // cache.metadata.page_size)], device=cache.device)
 
-    def update(self, latent: Tensor, key_rope: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, latent: Tensor, key_rope: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """latent (1, 1, T, L) and key_rope (1, 1, T, R), of the given tokens -> of all of them (1, 1, end, ...)."""
         latent_pages, rope_pages = self._cache.pools(layer_idx)
         latents = self._all_of_them(latent_pages[:, :, 0], latent[0, 0])

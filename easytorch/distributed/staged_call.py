@@ -19,7 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from easytorch.distributed.pipeline_parallel import Pipeline
 
-_NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
 _KEY = "_pipeline"  # of the model
 
 
@@ -76,13 +75,16 @@ def gather(model: Any) -> None:
 
 def _through_stages(stage: Any, pipeline: Pipeline) -> Any:
     """The whole model's forward, of `stage`, the forward of the model without the other layers."""
+    from easytorch.cache_names import CACHE
+
+    names = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "labels", "use_cache")
 
     @functools.wraps(stage)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if pipeline.scheduled:
             return stage(*args, **kwargs)
-        inputs = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-        _check(pipeline.model, inputs, len(args))
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        _check(pipeline.model, inputs, more=len(args) > len(names))
         inputs["use_cache"] = False
         given = inputs.get("inputs_embeds")
         shape = inputs["input_ids"].shape if given is None else given.shape[:2]
@@ -113,12 +115,14 @@ def _through_stages(stage: Any, pipeline: Pipeline) -> Any:
     return forward
 
 
-def _check(model: Any, inputs: dict[str, Any], positional: int) -> None:
+def _check(model: Any, inputs: dict[str, Any], *, more: bool) -> None:
+    from easytorch.cache_names import CACHE, given_cache
+
     why = None
-    if positional > len(_NAMES):
+    if more:
         why = "arguments without a name after use_cache"
-    elif inputs.get("past_key_values") is not None or inputs.get("use_cache"):
-        why = "a cache of keys and values (use_cache, past_key_values)"
+    elif given_cache(inputs) is not None or inputs.get("use_cache"):
+        why = f"a cache of keys and values (use_cache, {CACHE})"
     elif not _setting(model, inputs, "return_dict", True):
         why = "return_dict=False"
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):

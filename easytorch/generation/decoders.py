@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from easytorch.cache.arguments import cache_argument
 from easytorch.cache.static import LINEAR, full_static_cache
+from easytorch.cache_names import CACHE, cache_argument
 from easytorch.generation.model_layers import layers_of
 from easytorch.generation.sampling import Sampler
 
@@ -92,6 +92,7 @@ class Decoder(ABC):
         self._layers = layers_of(inner)
         self._accepted = inspect.signature(inner.forward).parameters
         self._cache_name = cache_argument(inner.forward)
+        self._attends = set(self._layers.masks_of) != {LINEAR}
 
     @abstractmethod
     def prompt(self) -> torch.Tensor: ...
@@ -146,7 +147,7 @@ class DynamicDecoder(Decoder):
         self._position = self._position + 1
         self._seen = pad(self._seen, (0, 1), value=1)
         # a state has taken the padding in: transformers' Mamba would multiply one token by the whole mask
-        mask = self._seen if self._cache_name == "past_key_values" else None
+        mask = self._seen if self._attends else None
         return self._call(tokens[:, None], mask, self._position, self._cache)
 
 
@@ -183,7 +184,7 @@ class StaticDecoder(Decoder):
     def _masks(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """One mask, or a dict of masks by layer type for models that take one."""
         like = torch.empty((*ids.shape, 1), dtype=self.model.dtype, device=self.device)
-        given = {"config": self._layers.config, "inputs_embeds": like, "past_key_values": self._cache}
+        given = {"config": self._layers.config, "inputs_embeds": like, CACHE: self._cache}
         given |= {"position_ids": positions, "allow_is_causal_skip": False}
         # a layer with a state sees the padding of these tokens alone, and no slot of the cache
         seen = {LINEAR: self._seen[:, : ids.shape[1]].to(torch.int64)}

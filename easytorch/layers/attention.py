@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from easytorch.cache_names import NAMES
 from easytorch.layers.config import wants_attentions
 from easytorch.operations import Attention, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.environment import forced_by_environment
@@ -61,6 +62,7 @@ _RING = OperationRegistry.create("ring")  # of one process
 # packing are already in the mask.
 HARMLESS = frozenset(
     {
+        *(name for name in NAMES if name != "cache"),
         "cache_position",
         "deterministic",
         "encoder_attention_mask",
@@ -71,7 +73,6 @@ HARMLESS = frozenset(
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
-        "past_key_values",
         "position_embeddings",
         "position_ids",
         "return_dict",
@@ -138,6 +139,9 @@ def attend(
     if cache is not None:
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = _paged(module, cache, key, value, attention_mask, kwargs)
+    if cache is not None or "write_index" in kwargs:
+        for name in _OF_PAGES:
+            kwargs.pop(name, None)
         cu_seq_lens_q = cu_seq_lens_k = None  # the mask decides what is attended to
     _check_others(kwargs)
     length, keys = query.shape[2], key.shape[2]
@@ -206,16 +210,16 @@ def _paged(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of continuous batching: writes those of the call to pages and reads those of its rows."""
+    """The keys and values of continuous batching: writes those of the call to pages and reads those of its rows.
+
+    For transformers' own classes of 5.23: ours, and those of 5.24, have updated the cache before they call us.
+    """
     if not isinstance(cache, PagedAttentionCache) or mask is None:
         raise UnsupportedOperationError(
             f"EasyTorch's attention takes cache={type(cache).__name__} from generate_batch alone, which passes a "
             f'PagedAttentionCache and a mask; load this model with attn_implementation="easytorch", "sdpa" or "eager"'
         )
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    for name in _OF_PAGES:
-        kwargs.pop(name, None)
-    return key, value
+    return cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
 
 
 def attend_by_mask(

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers import decoder_step, sequence_parallel
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
@@ -145,9 +146,9 @@ class DecoderBackbone(_Base):
         """Token ids (B, T) -> (B, T, D)."""
         return nn.Embedding(config.vocab_size, config.hidden_size, padding_of(config))
 
-    def cache(self, past_key_values: Cache | None) -> Cache:
+    def cache(self, cache: Cache | None) -> Cache:
         """The cache of keys and values: the given one, or a new one."""
-        return DynamicCache(config=self.config_of_cache()) if past_key_values is None else past_key_values
+        return DynamicCache(config=self.config_of_cache()) if cache is None else cache
 
     def config_of_cache(self) -> Any:
         """The config for transformers' caches, with the model's own layer types."""
@@ -161,7 +162,7 @@ class DecoderBackbone(_Base):
         self,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | Mapping[str, Any] | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
     ) -> Masks:
         """The mask of each type of layer; position_ids as the caller gave them."""
@@ -170,7 +171,7 @@ class DecoderBackbone(_Base):
             self.layer_types,
             inputs_embeds,
             attention_mask,
-            past_key_values,
+            cache,
             position_ids,
             masks_of=self.masks_of,
         )
@@ -181,14 +182,12 @@ class DecoderBackbone(_Base):
             return "it makes masks of its own, which the ring does not know"
         return sequence_parallel.refusal(self)
 
-    def default_positions(
-        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
-    ) -> torch.Tensor:
+    def default_positions(self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None) -> torch.Tensor:
         """position_ids (B or 1, T) where none are given: the tokens come after those in the cache."""
-        if (places := getattr(past_key_values, "positions", None)) is not None:  # of a step over pages
+        if (places := getattr(cache, "positions", None)) is not None:  # of a step over pages
             found: torch.Tensor = places
             return found
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
         return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -222,6 +221,7 @@ class DecoderBackbone(_Base):
         """(B, T, D): the model's output, made from the last layer's."""
         return getattr(self, self.norm_name)(hidden_states)
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -229,7 +229,7 @@ class DecoderBackbone(_Base):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -244,14 +244,14 @@ class DecoderBackbone(_Base):
         if inputs_embeds is None:
             inputs_embeds = getattr(self, self._input_embed_layer)(input_ids)
         if use_cache:
-            past_key_values = self.cache(past_key_values)
-        masks = self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+            cache = self.cache(cache)
+        masks = self.make_masks(inputs_embeds, attention_mask, cache, position_ids)
         if position_ids is None:
-            position_ids = self.default_positions(inputs_embeds, attention_mask, past_key_values)
+            position_ids = self.default_positions(inputs_embeds, attention_mask, cache)
         hidden_states = self.enter(inputs_embeds, position_ids)
         positions: Mapping[str, Any] = {}
         if self.rotary_emb is not None:
             positions = self.rotary_emb.by_layer_type(hidden_states, position_ids, self.layer_types)
-        kwargs |= {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs |= {"position_ids": position_ids, CACHE: cache, "use_cache": use_cache}
         hidden_states = self.leave(self.run_layers(hidden_states, masks, positions, **kwargs))
-        return self.output_class(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return self.output_class(last_hidden_state=hidden_states, **cache_keyword(cache))

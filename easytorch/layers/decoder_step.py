@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from easytorch.cache_names import CACHE
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.decoder_step import cpu
 from easytorch.kernels.decoder_step.native import (
@@ -65,7 +66,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
     if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
         return None
     attention_: Any = module
-    config, past = attention_.config, kwargs.get("past_key_values")
+    config, past = attention_.config, kwargs.get(CACHE)
     if past is None or attention.OBSERVERS or attn_implementation(config) != "easytorch" or wants_attentions(config):
         return None
     features = attention_.features()

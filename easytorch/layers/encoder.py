@@ -15,6 +15,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import apply_chunking_to_forward
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation
 from easytorch.layers.config import attn_implementation
@@ -85,17 +86,18 @@ class MultiHeadAttention(FusedProjections):
         """(B, T, D) -> (B, T, D); the identity where the projection is a separate module."""
         return attended
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """-> (B, T, D), and the weights (B, H, T, S) or None."""
-        query, key, value = self.query_key_value(hidden_states, encoder_hidden_states, past_key_values)
+        query, key, value = self.query_key_value(hidden_states, encoder_hidden_states, cache)
         if positions is not None:
             kwargs["position_bias"] = self.position_bias(query, key, positions)
         output, weights = self.attend(query, key, value, attention_mask, **kwargs)

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import in_order
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.linear import linear
@@ -184,7 +185,7 @@ class EncoderCausalLM(EncoderHead):
         "encoder_hidden_states",
         "encoder_attention_mask",
         "labels",
-        "past_key_values",
+        CACHE,
         "use_cache",
         "logits_to_keep",
     )
@@ -200,6 +201,7 @@ class EncoderCausalLM(EncoderHead):
         """(B, T, D) -> (B, T, vocabulary)"""
         raise NotImplementedError
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -211,7 +213,7 @@ class EncoderCausalLM(EncoderHead):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
@@ -225,7 +227,7 @@ class EncoderCausalLM(EncoderHead):
             inputs_embeds=inputs_embeds,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=False if labels is not None else use_cache,
             **kwargs,
         )
@@ -236,7 +238,7 @@ class EncoderCausalLM(EncoderHead):
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache_keyword(cache_of(outputs)),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from easytorch.cache_names import takes_states
 from easytorch.kernels.recurrence.softplus import softplus
 from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear
@@ -75,22 +76,23 @@ class GatedDeltaNet(nn.Module):
         decays = torch.empty(self.value_heads, device=self.A_log.device).uniform_(0.01, 16)
         initialization.copy_(self.A_log, decays.log())
 
+    @takes_states
     @force_accelerate_hooks("conv1d")
     @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """attention_mask (B, T): 0 for padding. seq_idx (B, T), or cu_seq_lens_q (N + 1,): packed sequences."""
-        state = recurrent_state(cache_params, self.layer_idx)
+        state = recurrent_state(cache, self.layer_idx)
         packed = segments(seq_idx, cu_seq_lens_q, hidden_states)
         x, gate, b, a = self.project(without_padding(hidden_states, attention_mask))
-        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, packed)
+        x = convolve(self.conv1d, x, self.activation, cache, self.layer_idx, packed)
         query, key, value = x.split(self.convolved, dim=-1)
         ruled = gated_delta_rule(
             query.unflatten(-1, (self.heads, self.key_width)),
@@ -102,6 +104,6 @@ class GatedDeltaNet(nn.Module):
             use_qk_l2norm=True,
             segment_ids=packed,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(ruled.final_state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(ruled.final_state, self.layer_idx)
         return linear(self.out_proj, self.norm(ruled.outputs, gate).flatten(-2))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, config_of_layer, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
@@ -144,29 +145,30 @@ class GroupedAttention(FusedProjections):
         """attended (B, T, H * head_dim), and whatever else `project` returned -> (B, T, D)."""
         return linear(getattr(self, self.output_name), attended)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
 
-        past_key_values: this layer's keys and values are appended to it, and all of its contents are attended to.
+        cache: this layer's keys and values are appended to it, and all of its contents are attended to.
         """
         batch, length, _ = hidden_states.shape
         query, key, value, *rest = self.project(hidden_states)
         query, key = self.rotate(query, key, position_embeddings, kwargs.get("position_ids"))
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         implementation = attn_implementation(self.config)
-        if past_key_values is not None:
+        if cache is not None:
             if attention_mask is None:
-                attended = self.attend_to_cache(past_key_values, query, key, value, implementation, kwargs)
+                attended = self.attend_to_cache(cache, query, key, value, implementation, kwargs)
                 if attended is not None:
                     return self.project_output(attended.reshape(batch, length, -1), *rest), None
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attend = interface_of(implementation)
         dropout = self.attention_dropout if self.training else 0.0
         features = self.features()

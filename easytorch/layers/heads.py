@@ -23,6 +23,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import cache_keyword, cache_of, takes_cache
 from easytorch.layers import sequence_parallel
 from easytorch.layers.basics import keep_logits
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
@@ -36,6 +37,12 @@ else:
     _Base = object  # the family's `PreTrainedModel` comes after it among the bases
 
 logger = logging.getLogger(__name__)
+
+# Fields of a backbone's output that a head passes on where they are there.
+_OF_BACKBONES = (
+    "cross_attentions", "router_logits", "shared_kv_states", "image_hidden_states", "audio_hidden_states",
+    "image_outputs", "video_outputs", "audio_outputs",
+)  # fmt: skip
 
 
 def width_of(config: PreTrainedConfig) -> int:
@@ -169,24 +176,24 @@ class CausalLMHead(_Base):
     ) -> Any:
         """The model's output, from the backbone's `outputs`, the loss and the logits."""
         output_class = deferring(self.output_class) if isinstance(logits, DeferredLogits) else self.output_class
-        names = ("cross_attentions", "router_logits", "image_hidden_states", "audio_hidden_states", "shared_kv_states")
-        more = {name: outputs[name] for name in names if name in outputs}
+        more = {name: outputs[name] for name in _OF_BACKBONES if name in outputs}
         return output_class(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **cache_keyword(cache_of(outputs)),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             **more,
         )
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -205,7 +212,7 @@ class CausalLMHead(_Base):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **of_backbone,
@@ -247,13 +254,14 @@ class SequenceClassificationHead(_Base):
         self.score = nn.Linear(width_of(config), labels_of(config), bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -264,7 +272,7 @@ class SequenceClassificationHead(_Base):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -278,7 +286,7 @@ class SequenceClassificationHead(_Base):
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled_logits,
-            past_key_values=outputs.past_key_values,
+            **cache_keyword(cache_of(outputs)),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -310,13 +318,14 @@ class TokenClassificationHead(_Base):
         setattr(self, self.classifier_name, nn.Linear(width_of(config), labels_of(config)))
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -327,7 +336,7 @@ class TokenClassificationHead(_Base):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -350,13 +359,14 @@ class QuestionAnsweringHead(_Base):
         self.qa_outputs = nn.Linear(width_of(config), 2)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
@@ -367,7 +377,7 @@ class QuestionAnsweringHead(_Base):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             **kwargs,
         )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from easytorch.cache_names import cache_keyword, state_keyword, takes_cache
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.masks import FULL, LINEAR, MASKS_OF
 from easytorch.layers.recurrent import recurrent_mask
@@ -30,12 +31,13 @@ class HybridLayer(DecoderLayer):
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
 
-    def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+    @takes_cache
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
         normalized = self.input_layernorm(hidden_states)
         if self.is_linear:
-            attended = getattr(self, self.linear_name)(hidden_states=normalized, cache_params=past_key_values, **kwargs)
+            attended = getattr(self, self.linear_name)(hidden_states=normalized, **state_keyword(cache), **kwargs)
         else:
-            attended, _ = self.self_attn(hidden_states=normalized, past_key_values=past_key_values, **kwargs)
+            attended, _ = self.self_attn(hidden_states=normalized, **cache_keyword(cache), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 

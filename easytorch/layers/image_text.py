@@ -14,10 +14,12 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing, torch_compilable_check
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.heads import CausalLMHead, text_config_of
 from easytorch.layers.masks import Masks
+from easytorch.layers.tower_outputs import tower_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -63,25 +65,26 @@ def check_count(kind: str, token: int, tokens: torch.Tensor, features: int) -> N
 class TokenTypesOfPrompt:
     """A mixin of heads whose masks depend on the types of the prompt's tokens. token_types: the argument's name.
 
-    masks_of_types: (config of the text, inputs_embeds, attention_mask, past_key_values, position_ids, types) -> masks.
+    masks_of_types: (config of the text, inputs_embeds, attention_mask, cache, position_ids, types) -> masks.
     """
 
     token_types: ClassVar[str] = "token_type_ids"
     masks_of_types: ClassVar[Callable[..., Masks]]
 
     @classmethod
+    @takes_cache
     def create_masks_for_generate(
         cls,
         config: PreTrainedConfig,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
         **kwargs: Any,
     ) -> Masks:
         """The masks of a static cache, for `generate`, which passes the types by their name."""
         text, types = config.get_text_config(), kwargs.get(cls.token_types)
-        return cls.masks_of_types(text, inputs_embeds, attention_mask, past_key_values, position_ids, types)
+        return cls.masks_of_types(text, inputs_embeds, attention_mask, cache, position_ids, types)
 
     def prepare_inputs_for_generation(
         self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
@@ -127,7 +130,7 @@ class ImageTextModel(ArgumentsInOrder):
         self,
         inputs_embeds: torch.Tensor,
         attention_mask: Any,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
     ) -> Any:
         """The attention_mask for the decoder."""
@@ -187,6 +190,7 @@ class ImageTextModel(ArgumentsInOrder):
         features = features.to(inputs_embeds.device, inputs_embeds.dtype)
         return self.put_images(input_ids, inputs_embeds, features), features, images
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -194,7 +198,7 @@ class ImageTextModel(ArgumentsInOrder):
         pixel_values: torch.Tensor | None = None,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -208,21 +212,23 @@ class ImageTextModel(ArgumentsInOrder):
             {name: kwargs.pop(name) for name in names if name in kwargs}
             for names in (self.image_arguments, self.mask_arguments)
         )
-        inputs_embeds, features, _ = self.embed(input_ids, pixel_values, inputs_embeds, mm_encoder_outputs, **of_images)
+        inputs_embeds, features, images = self.embed(
+            input_ids, pixel_values, inputs_embeds, mm_encoder_outputs, **of_images
+        )
         outputs = self.language_model(
-            attention_mask=self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **of_masks),
+            attention_mask=self.make_masks(inputs_embeds, attention_mask, cache, position_ids, **of_masks),
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             return_dict=True,
             **kwargs,
         )
         return self.output_class(
             last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
+            **cache_keyword(cache_of(outputs)),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            image_hidden_states=features,
+            **tower_fields(self.output_class, {"image": images}, {"image": features}),
         )
 
 

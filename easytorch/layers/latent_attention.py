@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from easytorch.cache_names import takes_cache
 from easytorch.kernels.multi_latent.contract import LatentDims, absorbs
 from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, wants_attentions
@@ -88,7 +89,7 @@ class LatentAttention(nn.Module):
         hidden_states: torch.Tensor,
         query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Any,
+        cache: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """latent (B, 1, S, L), key_rope (B, 1, S, R) and the mask (B, 1, T, S): those of the tokens that are attended
         to. query: what `compress_query` gave."""
@@ -108,17 +109,18 @@ class LatentAttention(nn.Module):
         # autocast casts the product, but not what it is concatenated with
         return torch.cat([key, key_rope.to(key.dtype).expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, T, D), position_embeddings cos and sin (B, T, R) -> (B, T, D) and weights or None.
 
-        past_key_values: a `Cache`, or a step over pages; holds latents as the keys of one head and rotated keys as its
+        cache: a `Cache`, or a step over pages; holds latents as the keys of one head and rotated keys as its
         values.
         """
         batch, length, _ = hidden_states.shape
@@ -128,16 +130,16 @@ class LatentAttention(nn.Module):
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         query_rope, key_rope = self.rotate(query_rope, key_rope[:, :, None], position_embeddings)
         latent, key_rope = self.kv_a_layernorm(latent)[:, None], key_rope.transpose(1, 2)
-        if attention_mask is None and hasattr(past_key_values, "attend_latents") and self.attends_to_pages(kwargs):
+        if attention_mask is None and hasattr(cache, "attend_latents") and self.attends_to_pages(kwargs):
             observed(self)
-            paged = past_key_values.attend_latents(
+            paged = cache.attend_latents(
                 query, query_rope, latent, key_rope, *self._ups(), self.layer_idx, softmax_scale=self.scaling
             )
             return linear(self.o_proj, paged.reshape(batch, length, -1)), None
-        if past_key_values is not None:
-            latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)
+        if cache is not None:
+            latent, key_rope = cache.update(latent, key_rope, self.layer_idx, kwargs=kwargs)
         latent, key_rope, attention_mask = self.narrow(
-            latent, key_rope, attention_mask, hidden_states, latent_query, position_embeddings, past_key_values
+            latent, key_rope, attention_mask, hidden_states, latent_query, position_embeddings, cache
         )
         if self._absorbs(query, latent, attention_mask, kwargs):
             observed(self)

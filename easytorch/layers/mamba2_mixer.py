@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from easytorch.cache_names import takes_states
 from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear
 from easytorch.layers.recurrent import GroupedRMSNorm, convolve, per_sequence, recurrent_state, without_padding
@@ -86,20 +87,21 @@ class Mamba2Mixer(nn.Module):
         """scanned (B, T, H P), multiplied by silu(gate) unless `norm_before_gate` -> (B, T, H P)."""
         return self.norm(scanned)
 
+    @takes_states
     @force_accelerate_hooks("conv1d")
     @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """attention_mask (B, T): 0 for padding. seq_idx (B, T): which of the packed sequences a token belongs to."""
-        state = recurrent_state(cache_params, self.layer_idx)
+        state = recurrent_state(cache, self.layer_idx)
         gate, x, dt = self.project(without_padding(hidden_states, attention_mask))
-        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, seq_idx)
+        x = convolve(self.conv1d, x, self.activation, cache, self.layer_idx, seq_idx)
         x, B, C = without_padding(x, attention_mask).split(self.convolved, dim=-1)
         heads, shared = (self.heads, self.head_dim), (self.groups, self.state_size)
         scanned = ssm2(
@@ -116,8 +118,8 @@ class Mamba2Mixer(nn.Module):
             initial_state=state,
             segment_ids=seq_idx,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(scanned.final_state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(scanned.final_state, self.layer_idx)
         return linear(self.out_proj, self.normalize(scanned.outputs.flatten(-2), gate))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, initialization
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from easytorch.cache_names import takes_states
 from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.mamba2_mixer import initial_time_steps
@@ -61,20 +62,21 @@ class MambaMixer(nn.Module):
             initialization.uniform_(self.dt_proj.weight, -std, std)
         initialization.copy_(self.dt_proj.bias, initial_time_steps(config, channels, self.dt_proj.bias.device))
 
+    @takes_states
     @force_accelerate_hooks(["conv1d", "dt_proj"])
     @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """attention_mask (B, T): 0 for padding. seq_idx (B, T): which of the packed sequences a token belongs to."""
-        state = recurrent_state(cache_params, self.layer_idx)
+        state = recurrent_state(cache, self.layer_idx)
         x, gate = linear(self.in_proj, without_padding(hidden_states, attention_mask)).chunk(2, dim=-1)
-        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, seq_idx)
+        x = convolve(self.conv1d, x, self.activation, cache, self.layer_idx, seq_idx)
         x = without_padding(x, attention_mask)
         steps, B, C = linear(self.x_proj, x).split(self.parts, dim=-1)
         dt, dt_bias = self.time_steps(steps)
@@ -91,8 +93,8 @@ class MambaMixer(nn.Module):
             initial_state=state,
             segment_ids=seq_idx,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(scanned.final_state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(scanned.final_state, self.layer_idx)
         return linear(self.out_proj, scanned.outputs)
 
     def time_steps(self, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

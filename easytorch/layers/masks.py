@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     flex_attention_mask,
 )
 
+from easytorch.cache_names import cache_keyword
 from easytorch.layers.config import attn_implementation
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -114,7 +115,7 @@ def masks_by_layer_type(
     layer_types: Collection[str],
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | Mapping[str, Any] | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: torch.Tensor | None,
     also_seen: Mapping[str, Callable[..., Any]] | None = None,
     masks_of: Mapping[str, Callable[..., Any]] = MASKS_OF,
@@ -140,7 +141,7 @@ def masks_by_layer_type(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             position_ids=position_ids,
             or_mask_function=None if also_seen is None else also_seen[layer_type],
         )

@@ -9,6 +9,7 @@ from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers import sequence_parallel
 from easytorch.layers.deferred_logits import DeferredLogits
 from easytorch.layers.heads import CausalLMHead, text_config_of
@@ -50,13 +51,14 @@ class BalancedCausalLMHead(MoeCausalLMHead):
                 output.loss = loss + self.router_aux_loss_coef * part.to(loss.device)
         return output
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -71,7 +73,7 @@ class BalancedCausalLMHead(MoeCausalLMHead):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,

@@ -117,11 +117,11 @@ class MultimodalPositions(_Backbone):
     plain_positions_pack: ClassVar[bool] = True
 
     def make_masks(
-        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any, position_ids: torch.Tensor | None
+        self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Any, position_ids: torch.Tensor | None
     ) -> Masks:
         if position_ids is not None and (position_ids.dim() == 3 or not self.plain_positions_pack):
             position_ids = position_ids[0] if has_text(position_ids) else None
-        return super().make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        return super().make_masks(inputs_embeds, attention_mask, cache, position_ids)
 
 
 def has_text(position_ids: torch.Tensor) -> bool:

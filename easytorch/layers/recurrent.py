@@ -57,11 +57,11 @@ def per_sequence(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     """Decorates a mixer's forward: for a `RaggedStep` it runs once per sequence (cache/ragged_step.py)."""
 
     @functools.wraps(forward)
-    def run(self: nn.Module, hidden_states: torch.Tensor, cache_params: Any = None, **kwargs: Any) -> torch.Tensor:
-        if not hasattr(cache_params, "map_sequences"):
-            return forward(self, hidden_states, cache_params, **kwargs)
+    def run(self: nn.Module, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        if not hasattr(cache, "map_sequences"):
+            return forward(self, hidden_states, cache, **kwargs)
         step = functools.partial(forward, self, **kwargs)
-        output: torch.Tensor = cache_params.map_sequences(step, hidden_states)
+        output: torch.Tensor = cache.map_sequences(step, hidden_states)
         return output
 
     setattr(run, _PER_SEQUENCE, True)

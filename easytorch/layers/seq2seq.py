@@ -11,6 +11,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from easytorch.cache_names import cache_keyword, cache_of, takes_cache
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from transformers import PreTrainedModel as _Base
@@ -45,7 +47,7 @@ def decoder_masks(
     attention_mask: torch.Tensor | None,
     encoder_hidden_states: torch.Tensor | None,
     encoder_attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
 ) -> tuple[Any, Any]:
     """The masks of a decoder's attention to its own tokens, and to the encoder's; None where there is nothing to mask.
 
@@ -56,7 +58,7 @@ def decoder_masks(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
-        past_key_values=own_cache(past_key_values),
+        **cache_keyword(own_cache(cache)),
     )
     if encoder_hidden_states is None:
         return own, None
@@ -83,7 +85,7 @@ def outputs_of_both(encoder: BaseModelOutput, decoder: Any) -> Seq2SeqModelOutpu
     """The model's output, from its encoder's and its decoder's."""
     return Seq2SeqModelOutput(
         last_hidden_state=decoder.last_hidden_state,
-        past_key_values=decoder.past_key_values,
+        **cache_keyword(cache_of(decoder)),
         decoder_hidden_states=decoder.hidden_states,
         decoder_attentions=decoder.attentions,
         cross_attentions=decoder.cross_attentions,
@@ -124,7 +126,7 @@ class EncoderDecoder(_Base):
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -150,7 +152,7 @@ class EncoderDecoder(_Base):
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             encoder_hidden_states=encoder_outputs.last_hidden_state,
             encoder_attention_mask=attention_mask,
             use_cache=use_cache,
@@ -162,6 +164,7 @@ class EncoderDecoder(_Base):
 class Seq2SeqModel(EncoderDecoder):
     """The model without a head."""
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -170,7 +173,7 @@ class Seq2SeqModel(EncoderDecoder):
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -183,7 +186,7 @@ class Seq2SeqModel(EncoderDecoder):
             decoder_input_ids,
             decoder_attention_mask,
             encoder_outputs,
-            past_key_values,
+            cache,
             inputs_embeds,
             decoder_inputs_embeds,
             use_cache,

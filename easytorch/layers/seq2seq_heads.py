@@ -21,6 +21,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import cache_keyword, cache_of, takes_cache
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
 from easytorch.layers.linear import linear
@@ -46,7 +47,7 @@ def decoder_output(
     return CausalLMOutputWithCrossAttentions(
         loss=loss,
         logits=logits,
-        past_key_values=outputs.past_key_values,
+        **cache_keyword(cache_of(outputs)),
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
         cross_attentions=outputs.cross_attentions,
@@ -88,6 +89,7 @@ class Seq2SeqLMHead(_Base):
         added = None if added is None else added.flatten().to(weight.device, weight.dtype)
         return causal_lm_loss(hidden_states, weight, labels, added, shift_labels=labels)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -96,7 +98,7 @@ class Seq2SeqLMHead(_Base):
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
@@ -117,7 +119,7 @@ class Seq2SeqLMHead(_Base):
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache if labels is None or self.caches_labels else False,

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import activation
 from easytorch.layers.encoder import CrossAttention, MultiHeadAttention, SelfAttention
 from easytorch.layers.linear import linear
@@ -120,20 +121,21 @@ class DecoderLayer(Seq2SeqLayer):
         self.encoder_attn_layer_norm = LayerNorm(config.d_model)
         self.add_mlp(config, config.decoder_ffn_dim)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D). The encoder's states stand by position: reentrant checkpointing sees no others."""
         added, _ = self.self_attn(
             self.before(self.self_attn_layer_norm, hidden_states),
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             **kwargs,
         )
         hidden_states = self.after(self.self_attn_layer_norm, added, hidden_states)
@@ -142,7 +144,7 @@ class DecoderLayer(Seq2SeqLayer):
                 self.before(self.encoder_attn_layer_norm, hidden_states),
                 attention_mask=encoder_attention_mask,
                 encoder_hidden_states=encoder_hidden_states,
-                past_key_values=past_key_values,
+                **cache_keyword(cache),
                 **kwargs,
             )
             hidden_states = self.after(self.encoder_attn_layer_norm, added, hidden_states)

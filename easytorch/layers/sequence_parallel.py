@@ -9,6 +9,7 @@ logits and hidden states are those of the rank's own tokens.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from easytorch.cache_names import CACHE, takes_cache
 from easytorch.kernels.ring.layout import shard
 from easytorch.layers.masks import FULL, SLIDING
 from easytorch.operations import OperationMetadata, OperationRegistry
@@ -96,17 +98,18 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
         return found
 
     @functools.wraps(forward)
+    @takes_cache
     def call(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        _check(model, attention_mask, position_ids, past_key_values, use_cache, kwargs)
+        _check(model, attention_mask, position_ids, cache, use_cache, kwargs)
         whole = input_ids if inputs_embeds is None else inputs_embeds
         if whole is None:
             raise ValueError("give input_ids or inputs_embeds")
@@ -145,6 +148,7 @@ def _divided(forward: Callable[..., Any], model: Any, mesh: Any) -> Callable[...
             output = (loss, *output[1:]) if first else _with_loss(output, loss)
         return output
 
+    call.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # of the method, without `self`
     return call
 
 
@@ -164,15 +168,15 @@ def _check(
     model: Any,
     attention_mask: Any,
     position_ids: Tensor | None,
-    past_key_values: Any,
+    cache: Any,
     use_cache: bool | None,
     kwargs: dict[str, Any],
 ) -> None:
     """An error for what is not computed over a divided sequence."""
     why = None
     keep = kwargs.get("logits_to_keep", 0)
-    if past_key_values is not None or use_cache:
-        why = "a cache of keys and values (use_cache, past_key_values)"
+    if cache is not None or use_cache:
+        why = f"a cache of keys and values (use_cache, {CACHE})"
     elif attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
         why = "an attention_mask other than (B, T)"
     elif position_ids is not None and position_ids.dim() != 2:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -66,18 +67,19 @@ class SharedKeysAttention(GroupedAttention):
             givers = [index for index, mode in enumerate(modes) if mode == "store" and types[index] == own]
             self.source = givers[-1]
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         shared_kv_states: SharedKeys | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `GroupedAttention`; shared_kv_states: what layers of this call have given, and this one adds to."""
         if not (self.reads or self.gives):
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         assert shared_kv_states is not None, "the model passes one"
         batch, length, _ = hidden_states.shape
         query, *own = self.project(hidden_states)
@@ -90,7 +92,7 @@ class SharedKeysAttention(GroupedAttention):
             query, rotated = self.rotate(query, own[0], position_embeddings, kwargs.get("position_ids"))
             key, value = rotated.transpose(1, 2), own[1].transpose(1, 2)
         query = query.transpose(1, 2)
-        pages: Any = past_key_values if attention_mask is None and hasattr(past_key_values, "attend_pages") else None
+        pages: Any = cache if attention_mask is None and hasattr(cache, "attend_pages") else None
         of_pages = None if pages is None else self.features_of_pages(attn_implementation(self.config), kwargs)
         if of_pages is not None:
             observed(self)
@@ -99,8 +101,8 @@ class SharedKeysAttention(GroupedAttention):
         if key is None or value is None:
             key, value = shared_kv_states[self.layer_type]
         else:
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, self.layer_idx)
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
             shared_kv_states[self.layer_type] = key, value
         attend = interface_of(attn_implementation(self.config))
         dropout = self.attention_dropout if self.training else 0.0

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers.latent_attention import LatentAttention
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import types_of_config
@@ -42,6 +43,7 @@ class SparseIndexer(nn.Module):
         self.k_norm = LayerNorm(self.head_dim, eps=1e-6)
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
 
+    @takes_cache
     @torch.no_grad()
     def forward(
         self,
@@ -49,7 +51,7 @@ class SparseIndexer(nn.Module):
         latent_query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         layer_idx: int,
     ) -> torch.Tensor:
         """hidden_states (B, T, D), latent_query (B, T, q_lora_rank), cos and sin (B, T, R), attention_mask (B or 1, 1,
@@ -60,8 +62,8 @@ class SparseIndexer(nn.Module):
         (query, *query_rest), (key, *key_rest) = (one.split([self.turning, rest], dim=-1) for one in (query, key))
         query, key = rotary(query, key, *position_embeddings)
         query, key = torch.cat([query, *query_rest], dim=-1), torch.cat([key, *key_rest], dim=-1).squeeze(2)
-        if past_key_values is not None:
-            key = past_key_values.update_indexer(key, layer_idx)
+        if cache is not None:
+            key = cache.update_indexer(key, layer_idx)
         scores = torch.matmul(query.float(), key.float().mT[:, None]) * self.head_dim**-0.5
         weights = linear(self.weights_proj, hidden_states.to(self.weights_proj.weight.dtype)).float()
         scores = torch.matmul((weights * self.heads**-0.5)[:, :, None], scores.relu())[:, :, 0]
@@ -81,17 +83,18 @@ class SparseLatentAttention(LatentAttention):
         super().make_projections(hidden, bias)
         self.indexer = SparseIndexer(self.config)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `LatentAttention`; for a step over pages (cache/ragged_step.py) sequence by sequence."""
-        if not hasattr(past_key_values, "map_latents"):
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        if not hasattr(cache, "map_latents"):
+            return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kwargs)
 
         def run(states: torch.Tensor, angles: Any, mask: torch.Tensor, pages: Any) -> torch.Tensor:
             attended: torch.Tensor = super(SparseLatentAttention, self).forward(states, angles, mask, pages, **kwargs)[
@@ -99,7 +102,7 @@ class SparseLatentAttention(LatentAttention):
             ]
             return attended
 
-        return past_key_values.map_latents(run, hidden_states, position_embeddings), None
+        return cache.map_latents(run, hidden_states, position_embeddings), None
 
     def narrow(
         self,
@@ -109,16 +112,14 @@ class SparseLatentAttention(LatentAttention):
         hidden_states: torch.Tensor,
         query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if not isinstance(attention_mask, torch.Tensor):
             raise ValueError(
                 f"{self.config.model_type}: the indexer needs a mask (B, 1, T, S), not "
                 f"{type(attention_mask).__name__}: one that is made elsewhere must be a tensor"
             )
-        chosen = self.indexer(
-            hidden_states, query, position_embeddings, attention_mask, past_key_values, self.layer_idx
-        )
+        chosen = self.indexer(hidden_states, query, position_embeddings, attention_mask, cache, self.layer_idx)
         batch, length, count = chosen.shape
         keys = latent.shape[2]
         exporting = torch.compiler.is_exporting()  # a program that should not depend on the lengths it was traced with

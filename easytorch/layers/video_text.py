@@ -12,13 +12,16 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.image_text import ImageTextHead, check_count, is_token
 from easytorch.layers.multimodal_positions import IMAGE, VIDEO, Grid, token_positions, vision_positions
 from easytorch.layers.packed_tower import check_grids
+from easytorch.layers.tower_outputs import tower_fields, with_towers
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ KINDS = {"image": IMAGE, "video": VIDEO}
 VIDEO_TEXT_INPUTS = (
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids",
 )  # fmt: skip
-_TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+_TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds")
 
 
 def model_arguments(*inputs: str) -> tuple[str, ...]:
@@ -151,6 +154,7 @@ class VideoTextModel(ArgumentsInOrder):
         merge = self.config.vision_config.spatial_merge_size
         return token_positions(mm_token_type_ids, grids, merge, intervals, attention_mask)
 
+    @takes_cache
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -158,12 +162,12 @@ class VideoTextModel(ArgumentsInOrder):
         image_grid_thw: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
         second_per_grid_ts: Iterable[Any] | None = None,
     ) -> torch.Tensor | None:
         """(3, B, T) for a prompt with images or videos and for tokens generated after one; None for text alone."""
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         seen = image_grid_thw is not None or video_grid_thw is not None
         if seen and input_ids is not None and mm_token_type_ids is None:
             missing = "positions of images and videos need mm_token_type_ids, which the processor returns too"
@@ -198,13 +202,14 @@ class VideoTextModel(ArgumentsInOrder):
         its placeholders."""
         return {}
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
@@ -253,23 +258,27 @@ class VideoTextModel(ArgumentsInOrder):
                 image_grid_thw=image_grid_thw,
                 video_grid_thw=video_grid_thw,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 mm_token_type_ids=mm_token_type_ids,
                 **({} if second_per_grid_ts is None else {"second_per_grid_ts": second_per_grid_ts}),
             )
-        return self.language_model(
+        outputs = self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             **self.decoder_arguments(found),
             **kwargs | {"return_dict": True},
         )
+        output_class = with_towers(type(outputs))
+        towers = {kind: one for kind, (one, _) in found.items()}
+        return output_class(**dict(outputs.items()), **tower_fields(output_class, towers, {}))
 
 
 class VideoTextHead(ImageTextHead):
     """`CausalLMHead` of a `VideoTextModel`."""
 
+    output_class = with_towers(CausalLMOutputWithPast)
     backbone_arguments = (
         "pixel_values",
         "pixel_values_videos",
@@ -290,7 +299,7 @@ class VideoTextHead(ImageTextHead):
         prepare: Any = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         plain: torch.Tensor = prepare(inputs_tensor, model_kwargs)
         backbone: Any = self.base_model
-        cache, types = model_kwargs.get("past_key_values"), model_kwargs.get("mm_token_type_ids")
+        cache, types = model_kwargs.get(CACHE), model_kwargs.get("mm_token_type_ids")
         past = 0 if cache is None else cache.get_seq_length()
         # rope_deltas are of an earlier call: with images among the uncached tokens they are computed again
         more = types is not None and bool(types[:, past:].any())

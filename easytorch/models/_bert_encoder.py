@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, FirstTokenPooler, PostNormEncoder, PostNormLayer, SelfAttention
@@ -142,6 +143,7 @@ class BertBackbone(_Base):
         """The first layer's hidden states from the embeddings (B, T, D); a hook for families that project them."""
         return embeddings
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -153,7 +155,7 @@ class BertBackbone(_Base):
         inputs_embeds: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -166,18 +168,18 @@ class BertBackbone(_Base):
         use_cache = bool(use_cache) and self.config.is_decoder
         if encoder_hidden_states is not None and self.config.is_decoder and not self.config.add_cross_attention:
             raise ValueError("encoder_hidden_states need cross-attention layers: set config.add_cross_attention=True")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
             if encoder_hidden_states is not None or self.config.is_encoder_decoder:
-                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+                cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
+        past = cache.get_seq_length() if cache is not None else 0
         hidden_states = self.enter(self.embeddings(input_ids, inputs_embeds, token_type_ids, position_ids, past))
         if self.config.is_decoder:
             mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **cache_keyword(cache),
             )
         else:
             mask = create_bidirectional_mask(
@@ -195,13 +197,13 @@ class BertBackbone(_Base):
             mask,
             encoder_hidden_states if self.config.is_decoder else None,
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             position_ids=position_ids,
             **kwargs,
         )
         pooled = {} if self.pooler is None else {"pooler_output": self.pooler(hidden_states)}
         return self.output_class(
-            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None, **pooled
+            last_hidden_state=hidden_states, **cache_keyword(cache if use_cache else None), **pooled
         )
 
 

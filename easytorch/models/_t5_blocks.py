@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from easytorch.cache_names import takes_cache
 from easytorch.layers.basics import activation
 from easytorch.layers.encoder import CrossAttention, MultiHeadAttention, SelfAttention
 from easytorch.layers.fused_linear import FusedProjections
@@ -124,7 +125,7 @@ class T5SelfAttention(T5Projections, SelfAttention):
             self.relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
 
     def compute_bias(
-        self, hidden_states: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
+        self, hidden_states: torch.Tensor, attention_mask: Any, cache: Cache | None
     ) -> torch.Tensor | None:
         """The relative position bias (B or 1, H, T, S), the mask added where it is a tensor.
 
@@ -132,10 +133,10 @@ class T5SelfAttention(T5Projections, SelfAttention):
         """
         if not self.has_relative_attention_bias:  # one layer alone, outside of its stack
             return None
-        length, cache, past = hidden_states.shape[1], own_cache(past_key_values), 0
+        length, own, past = hidden_states.shape[1], own_cache(cache), 0
         keys = length
-        if cache is not None:
-            past, (keys, _) = cache.get_seq_length(self.layer_idx), cache.get_mask_sizes(length, self.layer_idx)
+        if own is not None:
+            past, (keys, _) = own.get_seq_length(self.layer_idx), own.get_mask_sizes(length, self.layer_idx)
         bias = relative_bias(
             self.relative_attention_bias,
             length,
@@ -147,23 +148,24 @@ class T5SelfAttention(T5Projections, SelfAttention):
         )
         return merged(attention_mask, bias) if isinstance(attention_mask, torch.Tensor) else bias
 
+    @takes_cache
     def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
         position_bias: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """-> (B, T, D), the bias of the scores for the next layers, and the weights (B, H, T, S) or None."""
         if position_bias is None:
-            position_bias = self.compute_bias(hidden_states, attention_mask, past_key_values)
+            position_bias = self.compute_bias(hidden_states, attention_mask, cache)
         # a tensor that masks is in the bias already; what else an implementation takes as its mask stands beside it
         inside = position_bias is not None and isinstance(attention_mask, torch.Tensor)
         attended, weights = super().forward(
             hidden_states,
             position_bias if inside else attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             positions=None if inside else position_bias,
             **kwargs,
         )
@@ -186,16 +188,17 @@ class T5LayerSelfAttention(nn.Module):
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
         position_bias: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         attended, position_bias, weights = self.SelfAttention(
-            self.layer_norm(hidden_states), attention_mask, position_bias, past_key_values, **kwargs
+            self.layer_norm(hidden_states), attention_mask, position_bias, cache, **kwargs
         )
         return hidden_states + self.dropout(attended), position_bias, weights
 
@@ -207,16 +210,17 @@ class T5LayerCrossAttention(nn.Module):
         self.layer_norm = T5LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.dropout = nn.Dropout(config.dropout_rate)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         attended, weights = self.EncDecAttention(
-            self.layer_norm(hidden_states), attention_mask, encoder_hidden_states, past_key_values, **kwargs
+            self.layer_norm(hidden_states), attention_mask, encoder_hidden_states, cache, **kwargs
         )
         return hidden_states + self.dropout(attended), weights
 
@@ -232,6 +236,7 @@ class T5Block(GradientCheckpointingLayer):
             self.layer.append(T5LayerCrossAttention(config, layer_idx))
         self.layer.append(T5LayerFF(config))
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -239,20 +244,18 @@ class T5Block(GradientCheckpointingLayer):
         position_bias: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, D) -> (B, T, D), and the bias of the scores for the next layers.
 
         What carries gradients stands by position: reentrant checkpointing sees no keyword arguments.
         """
-        hidden_states, position_bias, _ = self.layer[0](
-            hidden_states, attention_mask, position_bias, past_key_values, **kwargs
-        )
+        hidden_states, position_bias, _ = self.layer[0](hidden_states, attention_mask, position_bias, cache, **kwargs)
         hidden_states = within_half(hidden_states)
         if self.is_decoder and encoder_hidden_states is not None:
             hidden_states, _ = self.layer[1](
-                hidden_states, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
+                hidden_states, encoder_hidden_states, encoder_attention_mask, cache, **kwargs
             )
             hidden_states = within_half(hidden_states)
         return within_half(self.layer[-1](hidden_states)), position_bias

@@ -14,6 +14,7 @@ from transformers.models.whisper.modeling_whisper import sinusoids
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, SelfAttention
@@ -181,6 +182,7 @@ class WhisperDecoder(WhisperPreTrainedModel):
             return cache
         return new_cache(self.config, attends_to_encoder=attends or bool(self.config.is_encoder_decoder))
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -188,7 +190,7 @@ class WhisperDecoder(WhisperPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -203,13 +205,13 @@ class WhisperDecoder(WhisperPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache:
-            past_key_values = self.cache_for(past_key_values, encoder_hidden_states)
+            cache = self.cache_for(cache, encoder_hidden_states)
         if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past
         hidden_states = inputs_embeds + self.embed_positions(position_ids)
         hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
-        mask, _ = decoder_masks(self.config, inputs_embeds, attention_mask, None, None, past_key_values)
+        mask, _ = decoder_masks(self.config, inputs_embeds, attention_mask, None, None, cache)
         for layer in self.layers:
             if not dropped(self.config.decoder_layerdrop, self.training):
                 hidden_states = layer(
@@ -217,9 +219,9 @@ class WhisperDecoder(WhisperPreTrainedModel):
                     mask,
                     encoder_hidden_states,
                     None,
-                    past_key_values=past_key_values if use_cache else None,
+                    **cache_keyword(cache if use_cache else None),
                     **kwargs,
                 )
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
+            last_hidden_state=self.layer_norm(hidden_states), **cache_keyword(cache)
         )

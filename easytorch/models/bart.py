@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, SelfAttention
@@ -78,7 +79,7 @@ class BartPreTrainedModel(NativeModel):
     optional_weights = (r"^final_logits_bias$",)
     _keys_to_ignore_on_load_unexpected = ["encoder.version", "decoder.version"]  # noqa: RUF012
     _no_split_modules = ["BartEncoderLayer", "BartDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -170,6 +171,7 @@ class BartDecoder(BartHalf):
         count: int = config.decoder_layers
         return count
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -178,7 +180,7 @@ class BartDecoder(BartHalf):
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -188,13 +190,13 @@ class BartDecoder(BartHalf):
         attention_mask (B, past + T) and encoder_attention_mask (B, S): 1 for tokens and 0 for padding.
         """
         inputs_embeds = self.embedded(input_ids, inputs_embeds)
-        if use_cache and past_key_values is None:
+        if use_cache and cache is None:
             attends = encoder_hidden_states is not None or bool(self.config.is_encoder_decoder)
-            past_key_values = new_cache(self.config, attends_to_encoder=attends)
+            cache = new_cache(self.config, attends_to_encoder=attends)
         mask, encoder_mask = decoder_masks(
-            self.config, inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values
+            self.config, inputs_embeds, attention_mask, encoder_hidden_states, encoder_attention_mask, cache
         )
-        hidden_states = self.enter(inputs_embeds, 0 if past_key_values is None else past_key_values.get_seq_length())
+        hidden_states = self.enter(inputs_embeds, 0 if cache is None else cache.get_seq_length())
         for layer in self.layers:
             if not dropped(self.config.decoder_layerdrop, self.training):
                 hidden_states = layer(
@@ -202,11 +204,11 @@ class BartDecoder(BartHalf):
                     mask,
                     encoder_hidden_states,
                     encoder_mask,
-                    past_key_values=past_key_values,
+                    **cache_keyword(cache),
                     **kwargs,
                 )
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.leave(hidden_states), past_key_values=past_key_values
+            last_hidden_state=self.leave(hidden_states), **cache_keyword(cache)
         )
 
 
@@ -319,6 +321,7 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.decoder.embed_tokens = value
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -326,7 +329,7 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -339,7 +342,7 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,

@@ -13,6 +13,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import cache_keyword
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.tower import TowerEncoder
@@ -63,7 +64,7 @@ class CLIPTextModel(CLIPTextPreTrainedModel):
         input_ids = token_rows(input_ids)
         hidden_states = self.embeddings(input_ids, position_ids)
         mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, past_key_values=None
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, **cache_keyword(None)
         )
         kwargs["is_causal"] = True
         tokens = self.final_layer_norm(self.encoder(hidden_states, mask, **kwargs))

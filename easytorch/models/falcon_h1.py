@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import FalconH1Config, GenerationMixin, initialization
 
+from easytorch.cache_names import cache_keyword, state_keyword, takes_cache
 from easytorch.layers import mamba2_mixer
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
@@ -103,15 +104,16 @@ class FalconH1DecoderLayer(DecoderLayer):
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
 
+    @takes_cache
     def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, attention_mask: Masks, past_key_values: Any = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, attention_mask: Masks, cache: Any = None, **kwargs: Any
     ) -> torch.Tensor:
         config, normalized = self.config, self.input_layernorm(hidden_states)
-        mixed = self.mamba(normalized, cache_params=past_key_values, attention_mask=attention_mask[LINEAR], **kwargs)
+        mixed = self.mamba(normalized, **state_keyword(cache), attention_mask=attention_mask[LINEAR], **kwargs)
         attended, _ = self.self_attn(
             hidden_states=normalized * config.attention_in_multiplier,
             attention_mask=attention_mask[FULL],
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             **kwargs,
         )
         attended = attended * config.attention_out_multiplier

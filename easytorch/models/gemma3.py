@@ -17,6 +17,7 @@ from transformers.models.gemma3.modeling_gemma3 import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.heads import SequenceClassificationHead
 from easytorch.layers.image_text import ImageTextHead, ImageTextModel, TokenTypesOfPrompt
@@ -29,7 +30,7 @@ _INPUTS = (
     "pixel_values",
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    CACHE,
     "token_type_ids",
     "inputs_embeds",
     "labels",
@@ -75,18 +76,16 @@ def masks_with_images(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | Mapping[str, Any] | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: torch.Tensor | None,
     token_type_ids: torch.Tensor | None,
 ) -> Masks:
     """The masks by type of layer. token_type_ids (B, T): 1 for tokens of images, each of which sees itself whole."""
     if token_type_ids is None or isinstance(attention_mask, Mapping):
-        return masks_by_layer_type(
-            config, config.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids
-        )
+        return masks_by_layer_type(config, config.layer_types, inputs_embeds, attention_mask, cache, position_ids)
     blocks = get_block_sequence_ids_for_mask(token_type_ids, device=inputs_embeds.device)
     masks: Masks = create_masks_for_vision_model(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids, block_sequence_ids=blocks
+        config, inputs_embeds, attention_mask, cache, position_ids, block_sequence_ids=blocks
     )
     return masks
 
@@ -109,12 +108,12 @@ class Gemma3Model(ImageTextModel, Gemma3PreTrainedModel):
         self,
         inputs_embeds: torch.Tensor,
         attention_mask: Any,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
         token_type_ids: torch.Tensor | None = None,
     ) -> Masks:
         text = self.config.get_text_config()
-        return masks_with_images(text, inputs_embeds, attention_mask, past_key_values, position_ids, token_type_ids)
+        return masks_with_images(text, inputs_embeds, attention_mask, cache, position_ids, token_type_ids)
 
 
 class Gemma3ForConditionalGeneration(  # type: ignore[misc]  # as transformers' own, it takes fewer arguments

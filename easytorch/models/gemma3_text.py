@@ -50,7 +50,7 @@ class Gemma3TextModel(ScaledBackbone, Gemma3PreTrainedModel):
         self,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | Mapping[str, Any] | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         position_ids: torch.Tensor | None,
     ) -> Masks:
         also_seen = None
@@ -58,7 +58,7 @@ class Gemma3TextModel(ScaledBackbone, Gemma3PreTrainedModel):
             window = self.config.sliding_window
             also_seen = {FULL: lambda b, h, q, k: q >= 0, SLIDING: lambda b, h, q, k: abs(q - k) < window}
         return masks_by_layer_type(
-            self.config, self.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids, also_seen
+            self.config, self.layer_types, inputs_embeds, attention_mask, cache, position_ids, also_seen
         )
 
     def sequence_refusal(self) -> str | None:

@@ -16,6 +16,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.heads import SoftcappedCausalLMHead
@@ -23,6 +24,7 @@ from easytorch.layers.image_text import ImageTextHead, TokenTypesOfPrompt, check
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import Masks, masks_by_layer_type
 from easytorch.layers.norm import PlainRMSNorm
+from easytorch.layers.tower_outputs import tower_fields
 from easytorch.models import gemma4_text
 from easytorch.protocol.native_classes import new_part
 
@@ -73,7 +75,7 @@ def masks_with_images(
     config: PreTrainedConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: Any,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: torch.Tensor | None,
     mm_token_type_ids: torch.Tensor | None,
 ) -> Masks:
@@ -82,12 +84,10 @@ def masks_with_images(
     With use_bidirectional_attention="vision" each run of those sees itself whole, in layers with a window.
     """
     if mm_token_type_ids is None or isinstance(attention_mask, Mapping) or not _sees_images(config):
-        return masks_by_layer_type(
-            config, config.layer_types, inputs_embeds, attention_mask, past_key_values, position_ids
-        )
+        return masks_by_layer_type(config, config.layer_types, inputs_embeds, attention_mask, cache, position_ids)
     blocks = get_block_sequence_ids_for_mask(mm_token_type_ids, device=inputs_embeds.device)
     masks: Masks = create_masks_for_vision_model(
-        config, inputs_embeds, attention_mask, past_key_values, position_ids, block_sequence_ids=blocks
+        config, inputs_embeds, attention_mask, cache, position_ids, block_sequence_ids=blocks
     )
     return masks
 
@@ -99,7 +99,7 @@ def _sees_images(config: Any) -> bool:
 class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
     arguments = (
         *_INPUTS,
-        "past_key_values",
+        CACHE,
         "mm_token_type_ids",
         "inputs_embeds",
         "use_cache",
@@ -191,8 +191,10 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
 
     def _features(
         self, pixels: Mapping[str, Any], places: Mapping[str, Any], mm_encoder_outputs: Mapping[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """By kind of input, the features (n, D) of all of it. pixels, places: what each kind is given, or None."""
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """By kind of input, the tower's output, and the features (n, D) of all of it. pixels, places: what each kind is
+        given, or None."""
+        given: dict[str, Any] = {}
         found: dict[str, torch.Tensor] = {}
         for kind in KINDS[:2]:
             outputs = mm_encoder_outputs.get(kind)
@@ -200,13 +202,14 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
                 get: Any = getattr(self, f"get_{kind}_features")
                 outputs = get(pixels[kind], **places[kind], return_dict=True)
             if outputs is not None:
-                found[kind] = torch.cat(tuple(outputs.pooler_output))
+                given[kind], found[kind] = outputs, torch.cat(tuple(outputs.pooler_output))
         sound, mask = pixels["audio"], places["audio"]["input_features_mask"]
         if sound is not None and mask is not None:
-            outputs = self.get_audio_features(sound, mask, return_dict=True)
+            outputs = given["audio"] = self.get_audio_features(sound, mask, return_dict=True)
             found["audio"] = outputs.pooler_output[outputs.attention_mask.to(outputs.pooler_output.device)]
-        return found
+        return given, found
 
+    @takes_cache
     @merge_with_config_defaults
     @can_return_tuple
     def forward(
@@ -218,7 +221,7 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
         attention_mask: Any = None,
         input_features_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         mm_token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         image_position_ids: torch.Tensor | None = None,
@@ -249,7 +252,7 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
             "video": {"video_position_ids": video_position_ids, "num_frames_per_video": num_frames_per_video},
             "audio": {"input_features_mask": input_features_mask},
         }
-        features = self._features(pixels, places, mm_encoder_outputs or {})
+        towers, features = self._features(pixels, places, mm_encoder_outputs or {})
         for kind, one in features.items():
             check_count(kind, getattr(self.config, f"{kind}_token_id"), masks[kind].sum(), one.shape[0])
             one = features[kind] = one.to(inputs_embeds.device, inputs_embeds.dtype)
@@ -257,18 +260,22 @@ class Gemma4Model(ArgumentsInOrder, Gemma4PreTrainedModel):
         text = self.config.get_text_config()
         outputs = self.language_model(
             attention_mask=masks_with_images(
-                text, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids
+                text, inputs_embeds, attention_mask, cache, position_ids, mm_token_type_ids
             ),
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             per_layer_inputs=per_layer_inputs,
             **kwargs | {"return_dict": True},
         )
         return Gemma4ModelOutputWithPast(
             **dict(outputs.items()),
-            image_hidden_states=features.get("image"),
-            audio_hidden_states=features.get("audio"),
+            # as transformers' class, without those of videos
+            **tower_fields(
+                Gemma4ModelOutputWithPast,
+                {kind: towers.get(kind) for kind in ("image", "audio")},
+                {kind: features.get(kind) for kind in ("image", "audio")},
+            ),
         )
 
     def _embed(
@@ -319,7 +326,7 @@ class Gemma4ForConditionalGeneration(
     arguments = (
         *_INPUTS,
         *_PLACES,
-        "past_key_values",
+        CACHE,
         "mm_token_type_ids",
         "inputs_embeds",
         "labels",

@@ -19,6 +19,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModelOutput
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.basics import activation
 from easytorch.layers.encoder import check_heads
 from easytorch.layers.linear import linear
@@ -250,7 +251,7 @@ class Gemma4AudioModel(NativeModel):
     base_model_prefix = "model.audio_tower"  # as in files of the whole model
     main_input_name = "input_features"
     input_modalities: Any = ("image", "text", "video", "audio")
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _no_split_modules = NO_SPLIT
     _can_record_outputs = {"hidden_states": Gemma4AudioLayer, "attentions": Gemma4AudioAttention}  # noqa: RUF012
 

@@ -13,6 +13,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4CausalLMOutputWithP
 from transformers.utils.generic import ModelOutput
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import CACHE, takes_cache
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config import attn_implementation, wants_attentions
 from easytorch.layers.decoder import PrePostNormLayer
@@ -228,12 +229,13 @@ class Gemma4TextModel(PerLayerEmbedding, ScaledBackbone, Gemma4PreTrainedModel):
         super().add_modules(config)
         self.add_per_layer_modules(config)
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         per_layer_inputs: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -262,7 +264,7 @@ class Gemma4TextModel(PerLayerEmbedding, ScaledBackbone, Gemma4PreTrainedModel):
         outputs = super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             per_layer_inputs=per_layer_inputs,
             use_cache=use_cache,
@@ -315,7 +317,7 @@ class Gemma4TextModel(PerLayerEmbedding, ScaledBackbone, Gemma4PreTrainedModel):
             return False  # masks of others are not tensors
         # without a mask the last of several queries would be taken for the first, as in a cache that is allocated ahead
         unmasked = any(mask is None for mask in masks.values())
-        ahead = getattr(kwargs.get("past_key_values"), "is_compileable", False)
+        ahead = getattr(kwargs.get(CACHE), "is_compileable", False)
         return not (unmasked and (logits_to_keep > 1 or ahead))
 
 

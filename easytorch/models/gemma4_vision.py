@@ -19,6 +19,7 @@ from transformers.utils import torch_compilable_check
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.clipped_linear import ClippedLinear
 from easytorch.layers.decoder import PrePostNormLayer
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -200,7 +201,7 @@ class Gemma4VisionPreTrainedModel(NativeModel):
     config_class = Gemma4VisionConfig
     base_model_prefix = "model"
     input_modalities: Any = ("image", "text", "video", "audio")
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _no_split_modules = NO_SPLIT
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": Gemma4VisionEncoderLayer,

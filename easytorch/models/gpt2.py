@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
@@ -78,34 +79,33 @@ class GPT2CrossAttention(GPT2Attention):
         self.c_attn, self.q_attn = Conv1D(2 * hidden, hidden), Conv1D(hidden, hidden)
         self.c_proj = Conv1D(hidden, hidden)
 
+    @takes_cache
     def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         output_attentions: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states (B, T, D), encoder_hidden_states (B, S, D) -> (B, T, D) and weights or None."""
         query = self.q_attn(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        key, value = self._key_value(encoder_hidden_states, past_key_values)
+        key, value = self._key_value(encoder_hidden_states, cache)
         attend = interface_of(attn_implementation(self.config))
         given = {"scaling": self.scaling, "output_attentions": output_attentions}
         given["dropout"] = self.attention_dropout if self.training else 0.0
         output, weights = attend(self, query, key, value, encoder_attention_mask, **given)
         return self.project_output(output.flatten(2)), weights
 
-    def _key_value(
-        self, encoder_hidden_states: torch.Tensor, past_key_values: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
-            stored = past_key_values.cross_attention_cache.layers[self.layer_idx]
+    def _key_value(self, encoder_hidden_states: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            stored = cache.cross_attention_cache.layers[self.layer_idx]
             return stored.keys, stored.values
         heads = self.c_attn(encoder_hidden_states).unflatten(-1, (2, self.num_heads, self.head_dim))
         key, value = (one.transpose(1, 2) for one in heads.unbind(2))
-        if past_key_values is not None:
-            key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
-            past_key_values.is_updated[self.layer_idx] = True
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
         return key, value
 
 
@@ -126,17 +126,18 @@ class GPT2Block(DecoderLayer):
             self.ln_cross_attn = self.new_norm(config)
         self.mlp = self.mlp_class(config)
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        both = past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
-        own = past_key_values if both is None else both.self_attention_cache
-        attended, _ = self.attn(hidden_states=self.ln_1(hidden_states), past_key_values=own, **kwargs)
+        both = cache if isinstance(cache, EncoderDecoderCache) else None
+        own = cache if both is None else both.self_attention_cache
+        attended, _ = self.attn(hidden_states=self.ln_1(hidden_states), **cache_keyword(own), **kwargs)
         hidden_states = hidden_states + attended
         if encoder_hidden_states is not None:
             attended, _ = self.crossattention(
@@ -186,20 +187,21 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         self.h = nn.ModuleList(GPT2Block(config, index) for index in range(config.num_hidden_layers))
         self.ln_f = GPT2Block.new_norm(config)
 
-    def cache(self, past_key_values: Cache | None) -> Cache:
-        past_key_values = super().cache(past_key_values)
-        if self.config.add_cross_attention and not isinstance(past_key_values, EncoderDecoderCache):
-            return EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
-        return past_key_values
+    def cache(self, cache: Cache | None) -> Cache:
+        cache = super().cache(cache)
+        if self.config.add_cross_attention and not isinstance(cache, EncoderDecoderCache):
+            return EncoderDecoderCache(cache, DynamicCache(config=self.config))
+        return cache
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return self.drop(inputs_embeds + self.wpe(position_ids))
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Any = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -235,7 +237,7 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
             inputs_embeds=embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             return_dict=True,
             **kwargs,
         )
@@ -251,7 +253,7 @@ class GPT2LMHeadModel(CausalLMHead, ArgumentsInOrder, GPT2PreTrainedModel, Gener
     # `generate` takes those that the signature names
     arguments = (
         "input_ids",
-        "past_key_values",
+        CACHE,
         "attention_mask",
         "token_type_ids",
         "position_ids",
@@ -280,11 +282,12 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
         self.multiple_choice_head = GPT2SequenceSummary(config)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -302,7 +305,7 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
         """
         outputs = self.transformer(
             input_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -322,7 +325,7 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
             mc_loss=mc_loss,
             logits=logits,
             mc_logits=mc_logits,
-            past_key_values=outputs.past_key_values,
+            **cache_keyword(cache_of(outputs)),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, GraniteMoeHybridConfig, initialization
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import cache_keyword, state_keyword, takes_cache
 from easytorch.layers import mamba2_mixer
 from easytorch.layers.basics import activation
 from easytorch.layers.decoder import DecoderLayer
@@ -75,12 +76,13 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
             self.self_attn = self.attention_class(config, layer_idx)
         self.residual_multiplier = config.residual_multiplier
 
-    def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+    @takes_cache
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
         normalized = self.input_layernorm(hidden_states)
         if self.is_linear:
-            mixed = self.mamba(normalized, cache_params=past_key_values, **kwargs)
+            mixed = self.mamba(normalized, **state_keyword(cache), **kwargs)
         else:
-            mixed, _ = self.self_attn(hidden_states=normalized, past_key_values=past_key_values, **kwargs)
+            mixed, _ = self.self_attn(hidden_states=normalized, **cache_keyword(cache), **kwargs)
         hidden_states = hidden_states + mixed * self.residual_multiplier
         normalized = self.post_attention_layernorm(hidden_states)
         fed = self.shared_mlp(normalized)

@@ -12,6 +12,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import takes_states
 from easytorch.layers.basics import activation
 from easytorch.layers.experts import Experts
 from easytorch.layers.fused_linear import FusedProjections
@@ -93,23 +94,24 @@ class KimiLinearDeltaAttention(FusedProjections):
         self.o_proj = nn.Linear(channels, hidden, bias=False)
         self.lay_projections()
 
+    @takes_states
     @force_accelerate_hooks("conv1d")
     @per_sequence
     def forward(
         self,
         hidden_states: torch.Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """attention_mask (B, T): 0 for padding. seq_idx (B, T), or cu_seq_lens_q (N + 1,): packed sequences."""
-        state = recurrent_state(cache_params, self.layer_idx)
+        state = recurrent_state(cache, self.layer_idx)
         packed = segments(seq_idx, cu_seq_lens_q, hidden_states)
         hidden_states = without_padding(hidden_states, attention_mask)
         x = torch.cat(self.projections(hidden_states), dim=-1)
-        x = convolve(self.conv1d, x, self.activation, cache_params, self.layer_idx, packed)
+        x = convolve(self.conv1d, x, self.activation, cache, self.layer_idx, packed)
         query, key, value = x.unflatten(-1, (3, -1, self.width)).unbind(2)
         ruled = gated_delta_rule(
             query,
@@ -121,8 +123,8 @@ class KimiLinearDeltaAttention(FusedProjections):
             use_qk_l2norm=True,
             segment_ids=packed,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(ruled.final_state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(ruled.final_state, self.layer_idx)
         gate = linear(self.g_b_proj, linear(self.g_a_proj, hidden_states)).unflatten(-1, (-1, self.width))
         return linear(self.o_proj, self.o_norm(ruled.outputs, gate).flatten(-2))
 

@@ -15,6 +15,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4CausalLMOutputWithP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.image_text import ImageTextModel
 from easytorch.layers.linear import linear
@@ -23,6 +24,7 @@ from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import grid_of, pair
 from easytorch.layers.rotary import RotaryTables
 from easytorch.layers.tower import TowerAttention, TowerEncoder, TowerLayer
+from easytorch.layers.tower_outputs import tower_fields
 from easytorch.models.llama4_text import Llama4ForCausalLM
 from easytorch.protocol.native import NativeMoeDecoder
 
@@ -230,7 +232,7 @@ class Llama4ForConditionalGeneration(ImageTextModel, Llama4PreTrainedModel, Gene
         "pixel_values",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "inputs_embeds",
         "vision_feature_select_strategy",
         "labels",
@@ -273,6 +275,7 @@ class Llama4ForConditionalGeneration(ImageTextModel, Llama4PreTrainedModel, Gene
         outputs.pooler_output = self.multi_modal_projector(outputs.last_hidden_state)
         return outputs
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -280,7 +283,7 @@ class Llama4ForConditionalGeneration(ImageTextModel, Llama4PreTrainedModel, Gene
         pixel_values: torch.Tensor | None = None,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, Any] | None = None,
         vision_feature_select_strategy: str | None = None,
@@ -295,11 +298,12 @@ class Llama4ForConditionalGeneration(ImageTextModel, Llama4PreTrainedModel, Gene
         outputs = self.language_model(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             **kwargs | {"return_dict": True},
         )
         given = dict(outputs.items())
         deferred = isinstance(given["logits"], DeferredLogits)  # which stay so
         output_class: Any = deferring(self.output_class) if deferred else self.output_class
-        return output_class(**given, image_hidden_states=None if images is None else images.last_hidden_state)
+        features = None if images is None else images.last_hidden_state
+        return output_class(**given, **tower_fields(output_class, {"image": images}, {"image": features}))

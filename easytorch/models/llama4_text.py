@@ -11,6 +11,7 @@ from transformers import Cache, GenerationMixin, Llama4TextConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import plain_activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
@@ -135,6 +136,7 @@ class Llama4TextModel(DecoderBackbone, Llama4PreTrainedModel):
             )
         super().__init__(config)
 
+    @takes_cache
     def run_layers(
         self,
         hidden_states: torch.Tensor,
@@ -142,13 +144,13 @@ class Llama4TextModel(DecoderBackbone, Llama4PreTrainedModel):
         positions: Mapping[str, Any],
         *,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """The layers are given places in the cache for position_ids, which padding and packing do not move."""
-        places = self.default_positions(hidden_states, None, past_key_values)
+        places = self.default_positions(hidden_states, None, cache)
         return super().run_layers(
-            hidden_states, masks, positions, position_ids=places, past_key_values=past_key_values, **kwargs
+            hidden_states, masks, positions, position_ids=places, **cache_keyword(cache), **kwargs
         )
 
 

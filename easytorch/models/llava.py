@@ -12,6 +12,7 @@ from transformers import GenerationMixin, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.basics import activation
 from easytorch.layers.image_text import ImageTextHead, ImageTextModel, record_hidden_states, with_hidden_states
 from easytorch.layers.linear import linear
@@ -50,7 +51,7 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
         "pixel_values",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "inputs_embeds",
         *_OF_IMAGES,
         "mm_encoder_outputs",
@@ -100,7 +101,7 @@ class LlavaForConditionalGeneration(ImageTextHead, LlavaPreTrainedModel, Generat
         "pixel_values",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "inputs_embeds",
         "vision_feature_layer",
         "vision_feature_select_strategy",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, MambaConfig, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
+from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput, MambaOutput
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import STATES, cache_of, state_keyword, takes_states
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
@@ -43,7 +43,7 @@ class MambaPreTrainedModel(NativeDecoder):
     base_model_prefix = "backbone"
     _input_embed_layer = "embeddings"
     _no_split_modules = ["MambaBlock", "MambaMixer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["cache_params"]  # noqa: RUF012
+    _skip_keys_device_placement = [STATES]  # noqa: RUF012
     _is_stateful = True
     mixer_class: ClassVar[type[nn.Module]] = MambaMixer
 
@@ -61,23 +61,6 @@ class MambaPreTrainedModel(NativeDecoder):
                 weight /= math.sqrt(self.config.num_hidden_layers)
 
 
-@dataclass
-class MambaOutput(ModelOutput):
-    """hidden_states: after each layer, and after the last norm."""
-
-    last_hidden_state: torch.Tensor | None = None
-    cache_params: Cache | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-@dataclass
-class MambaCausalLMOutput(ModelOutput):
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    cache_params: Cache | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
 class MambaModel(MambaPreTrainedModel):
     block_class: ClassVar[type[MambaBlock]] = MambaBlock
 
@@ -90,12 +73,13 @@ class MambaModel(MambaPreTrainedModel):
         self._register_load_state_dict_pre_hook(_rename_embeddings)
         self.post_init()
 
+    @takes_states
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -111,19 +95,19 @@ class MambaModel(MambaPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and self.gradient_checkpointing and self.training:
             use_cache = False
-        if use_cache and cache_params is None:
-            cache_params = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         mask = padding_mask(attention_mask, hidden_states.shape[1])
         after = []
         for layer in self.layers:
-            hidden_states = layer(hidden_states, cache_params=cache_params, attention_mask=mask, **kwargs)
+            hidden_states = layer(hidden_states, **state_keyword(cache), attention_mask=mask, **kwargs)
             after.append(hidden_states)
         hidden_states = self.norm_f(hidden_states)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         return MambaOutput(
             last_hidden_state=hidden_states,
-            cache_params=cache_params if use_cache else None,
+            **state_keyword(cache if use_cache else None),
             hidden_states=(*after, hidden_states) if output_hidden_states else None,
         )
 
@@ -149,13 +133,14 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
             inputs["attention_mask"] = None
         return inputs
 
+    @takes_states
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         labels: torch.Tensor | None = None,
         output_hidden_states: bool | None = None,
         use_cache: bool | None = None,
@@ -169,7 +154,7 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
         """
         outputs = self.backbone(
             input_ids,
-            cache_params=cache_params,
+            **state_keyword(cache),
             inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
             use_cache=use_cache,
@@ -182,7 +167,7 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MambaCausalLMOutput(
-            loss=loss, logits=logits, cache_params=outputs.cache_params, hidden_states=outputs.hidden_states
+            loss=loss, logits=logits, **state_keyword(cache_of(outputs)), hidden_states=outputs.hidden_states
         )
 
 

@@ -11,13 +11,14 @@ from transformers import GenerationMixin, Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3CausalLMOutputWithPast, Mistral3ModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.basics import activation
 from easytorch.layers.image_text import ImageTextHead, ImageTextModel, with_hidden_states
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm
 from easytorch.protocol.native import NativeImageText
 
-_INPUTS = ("input_ids", "pixel_values", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+_INPUTS = ("input_ids", "pixel_values", "attention_mask", "position_ids", CACHE, "inputs_embeds")
 
 
 class Mistral3PatchMerger(nn.Module):

@@ -12,6 +12,7 @@ from transformers import GenerationMixin, NemotronHConfig, initialization
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import CACHE, cache_keyword, state_keyword, takes_cache
 from easytorch.layers import mamba2_mixer
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
@@ -117,12 +118,13 @@ class NemotronHBlock(DecoderLayer):
         mixer = self.attention_class if self.layer_type == FULL else self.mixers[self.layer_type]
         self.mixer = mixer(config, layer_idx)
 
-    def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+    @takes_cache
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
         normalized = self.norm(hidden_states.to(self.norm.weight.dtype))  # type: ignore[arg-type]
         if self.layer_type == LINEAR:
-            mixed = self.mixer(normalized, cache_params=past_key_values, **kwargs)
+            mixed = self.mixer(normalized, **state_keyword(cache), **kwargs)
         elif self.layer_type == FULL:
-            mixed, _ = self.mixer(hidden_states=normalized, past_key_values=past_key_values, **kwargs)
+            mixed, _ = self.mixer(hidden_states=normalized, **cache_keyword(cache), **kwargs)
         else:
             mixed = self.mixer(normalized)
         return hidden_states + mixed
@@ -196,15 +198,16 @@ class NemotronHForCausalLM(MoeCausalLMHead, NemotronHPreTrainedModel, Generation
         return prepare(input_ids, **kwargs)
 
     @staticmethod
+    @takes_cache
     def create_masks_for_generate(
         config: Any,
         inputs_embeds: torch.Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
         position_ids: Any = None,
         **_: Any,
     ) -> dict[str, Any]:
         """The masks of a static cache, by layer type: transformers' own table lacks two of them."""
         given = {"config": config.get_text_config(), "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        given |= {"past_key_values": past_key_values, "position_ids": position_ids}
+        given |= {CACHE: cache, "position_ids": position_ids}
         return {layer_type: mask(**given) for layer_type, mask in NemotronHModel.masks_of.items()}

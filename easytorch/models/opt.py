@@ -105,15 +105,13 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
         self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
 
     def make_masks(
-        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Any
+        self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None, position_ids: Any
     ) -> Masks:
-        return super().make_masks(inputs_embeds, attention_mask, past_key_values, None)
+        return super().make_masks(inputs_embeds, attention_mask, cache, None)
 
-    def default_positions(
-        self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Cache | None
-    ) -> torch.Tensor:
+    def default_positions(self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None) -> torch.Tensor:
         if attention_mask is None or isinstance(attention_mask, Mapping) or attention_mask.dim() != 2:
-            return super().default_positions(inputs_embeds, attention_mask, past_key_values)
+            return super().default_positions(inputs_embeds, attention_mask, cache)
         counted = torch.cumsum(attention_mask, dim=1) * attention_mask - 1  # padding is not counted
         return counted.long()[:, -inputs_embeds.shape[1] :]
 

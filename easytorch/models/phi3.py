@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, Phi3Config, PreTrainedConfig
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.gate import gated
@@ -77,16 +78,17 @@ class Phi3Model(DecoderBackbone, Phi3PreTrainedModel):
 class Phi3ForCausalLM(CausalLMHead, Phi3PreTrainedModel, GenerationMixin):
     backbone_class = Phi3Model
 
+    @takes_cache
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: torch.Tensor, past_key_values: Any = None, inputs_embeds: Any = None, **kwargs: Any
+        self, input_ids: torch.Tensor, cache: Any = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Past the trained length longrope takes its long factors, and the cache is recomputed. inputs_embeds:
         `generate` looks whether this has it."""
         trained = self.config.original_max_position_embeddings
-        if past_key_values and input_ids.shape[1] > trained >= past_key_values.get_seq_length():
-            past_key_values, kwargs["next_sequence_length"] = None, None
+        if cache and input_ids.shape[1] > trained >= cache.get_seq_length():
+            cache, kwargs["next_sequence_length"] = None, None
         prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
-        return prepare(input_ids=input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs)
+        return prepare(input_ids=input_ids, **cache_keyword(cache), inputs_embeds=inputs_embeds, **kwargs)
 
 
 class Phi3ForSequenceClassification(SequenceClassificationHead, Phi3PreTrainedModel):

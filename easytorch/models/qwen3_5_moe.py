@@ -6,6 +6,7 @@ from transformers import GenerationMixin, Qwen3_5MoeConfig, Qwen3_5MoeVisionConf
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from easytorch.layers.moe_heads import BalancedCausalLMHead
+from easytorch.layers.tower_outputs import with_towers
 from easytorch.layers.video_text import VIDEO_TEXT_INPUTS, VideoTextHead, head_arguments
 from easytorch.models.qwen3_5 import Qwen3_5Model, Qwen3_5PreTrainedModel, Qwen3_5VisionBlock, Qwen3_5VisionModel
 from easytorch.models.qwen3_5_moe_text import Qwen3_5MoePreTrainedModel as Qwen3_5MoeTextPreTrainedModel
@@ -55,7 +56,7 @@ class Qwen3_5MoeForConditionalGeneration(
     VideoTextHead, BalancedCausalLMHead, Qwen3_5MoePreTrainedModel, GenerationMixin
 ):
     backbone_class = Qwen3_5MoeModel
-    output_class = MoeCausalLMOutputWithPast
+    output_class = with_towers(MoeCausalLMOutputWithPast)
     accepts_loss_kwargs = False
     _fsdp_plan = BalancedCausalLMHead._fsdp_plan
     arguments = head_arguments(*VIDEO_TEXT_INPUTS, "output_router_logits")

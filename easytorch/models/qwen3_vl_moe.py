@@ -12,6 +12,7 @@ from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.moe_heads import BalancedCausalLMHead
 from easytorch.layers.multimodal_positions import MultimodalPositions
 from easytorch.layers.routers import SoftmaxRouter
+from easytorch.layers.tower_outputs import with_towers
 from easytorch.layers.video_text import VIDEO_TEXT_INPUTS, VideoTextHead, head_arguments
 from easytorch.models.qwen2_moe import Qwen2MoeDecoderLayer
 from easytorch.models.qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -97,6 +98,6 @@ class Qwen3VLMoeForConditionalGeneration(
     VideoTextHead, BalancedCausalLMHead, Qwen3VLMoePreTrainedModel, GenerationMixin
 ):
     backbone_class = Qwen3VLMoeModel
-    output_class = MoeCausalLMOutputWithPast
+    output_class = with_towers(MoeCausalLMOutputWithPast)
     accepts_loss_kwargs = False
     arguments = head_arguments(*VIDEO_TEXT_INPUTS, "output_router_logits")

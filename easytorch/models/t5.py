@@ -15,6 +15,7 @@ from transformers.utils import DUMMY_INPUTS, DUMMY_MASK
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.encoder_heads import EncoderTokenClassification
 from easytorch.layers.relative_bias import check_buckets
@@ -125,6 +126,7 @@ class T5Stack(T5PreTrainedModel):
         self.post_init()
         self.gradient_checkpointing = False
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -134,7 +136,7 @@ class T5Stack(T5PreTrainedModel):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
@@ -148,20 +150,20 @@ class T5Stack(T5PreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         encoder_mask = None
         if self.is_decoder:
-            if use_cache and past_key_values is None:
-                past_key_values = new_cache(self.config, attends_to_encoder=self.config.is_encoder_decoder)
+            if use_cache and cache is None:
+                cache = new_cache(self.config, attends_to_encoder=self.config.is_encoder_decoder)
             mask, encoder_mask = decoder_masks(
                 self.config,
                 inputs_embeds,
                 attention_mask,
                 encoder_hidden_states,
                 encoder_attention_mask,
-                past_key_values,
+                cache,
             )
         else:
             if use_cache:
                 raise ValueError("`use_cache=True` is for a decoder; this stack is an encoder")
-            past_key_values = None
+            cache = None
             mask = create_bidirectional_mask(
                 config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask
             )
@@ -176,11 +178,11 @@ class T5Stack(T5PreTrainedModel):
                 position_bias,
                 encoder_hidden_states,
                 encoder_mask,
-                past_key_values=past_key_values,
+                **cache_keyword(cache),
                 **kwargs,
             )
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)), past_key_values=past_key_values
+            last_hidden_state=self.dropout(self.final_layer_norm(hidden_states)), **cache_keyword(cache)
         )
 
 

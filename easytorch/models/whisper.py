@@ -20,6 +20,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from transformers.models.whisper.modeling_whisper import _compute_mask_indices
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.linear import linear
 from easytorch.layers.seq2seq import as_outputs, outputs_of_both, shift_right
 from easytorch.layers.seq2seq_heads import Seq2SeqLMHead, decoder_output
@@ -55,6 +56,7 @@ class WhisperModel(WhisperPreTrainedModel):
                 features = features.masked_fill(drawn.unsqueeze(1 if kind == "time" else 2), 0.0)
         return features
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -63,7 +65,7 @@ class WhisperModel(WhisperPreTrainedModel):
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -85,7 +87,7 @@ class WhisperModel(WhisperPreTrainedModel):
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             encoder_hidden_states=encoder_outputs.last_hidden_state,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=decoder_inputs_embeds,
             position_ids=decoder_position_ids,
             use_cache=use_cache,
@@ -130,6 +132,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
         prepared: dict[str, Any] = prepare(self, input_ids, *args, **kwargs)
         return prepared
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -138,7 +141,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         decoder_position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
@@ -164,7 +167,7 @@ class WhisperForConditionalGeneration(Seq2SeqLMHead, WhisperPreTrainedModel, Whi
             decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             decoder_inputs_embeds=decoder_inputs_embeds,
             decoder_position_ids=decoder_position_ids,
             use_cache=use_cache,
@@ -219,13 +222,14 @@ class WhisperForCausalLM(WhisperPreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: Any) -> None:
         self.model.set_input_embeddings(value)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         encoder_outputs: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -241,7 +245,7 @@ class WhisperForCausalLM(WhisperPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             encoder_hidden_states=encoder_outputs,
-            past_key_values=past_key_values,
+            **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             return_dict=True,

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from easytorch.cache import RaggedPagesMetadata, TransformerMetadata
+from easytorch.cache_names import given_cache
 
 _ALONE = "give each sequence a row of its own"
 
@@ -35,12 +36,12 @@ class MaskInfo:
         return cls(segment_ids=segment_ids)
 
 
-def check_cache(cache_metadata: Any, past_key_values: Any) -> None:
+def check_cache(cache_metadata: Any, cache: Any) -> None:
     """An error for a cache that was not made for `cache_metadata`."""
     if not isinstance(cache_metadata, TransformerMetadata | RaggedPagesMetadata):
         kind = type(cache_metadata).__name__
         raise TypeError(f"cache_metadata is what create_cache_metadata or create_paged_metadata gives, not {kind}")
-    cache_metadata.check(past_key_values)
+    cache_metadata.check(cache)
 
 
 def packed_inputs(
@@ -116,8 +117,8 @@ def _apart(model: PreTrainedModel, inputs: dict[str, Any], segments: Tensor) -> 
     causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
     if (refusal := _refusal(model, recurrent, recurrent and not causal)) is not None:
         raise ValueError(f"{type(model).__name__} {refusal}: {_ALONE}")
-    if inputs.get("past_key_values") is not None or inputs.get("position_ids") is not None:
-        raise ValueError("segment_ids take the place of position_ids, and need the whole rows: no past_key_values")
+    if given_cache(inputs) is not None or inputs.get("position_ids") is not None:
+        raise ValueError("segment_ids take the place of position_ids, and need the whole rows: no cache")
     starts = segments != torch.nn.functional.pad(segments, (1, 0), value=-2)[:, :-1]
     _check_contiguous(segments, starts)
     positions = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)

@@ -12,9 +12,9 @@ from transformers.cache_utils import EncoderDecoderCache, get_layer_types_and_kw
 from easytorch.cache import RaggedPagesCache, TransformerCache
 from easytorch.cache.metadata import sizes_of
 from easytorch.cache.transformer import EncoderDecoderTransformerCache
+from easytorch.cache_names import NAMES
 
 _OWN = (TransformerCache, EncoderDecoderTransformerCache, RaggedPagesCache)
-_ARGUMENTS = ("past_key_values", "cache_params")
 _IN_PAGES = ("full_attention", "sliding_attention")
 # What a config has whose decoder may take an encoder's keys, also where the model is the decoder alone.
 _OF_AN_ENCODER = ("is_encoder_decoder", "add_cross_attention", "decoder_layers", "num_decoder_layers")
@@ -23,7 +23,7 @@ _MADE = "make it by init_cache of this model"
 
 def check_cache_argument(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """`check_cache_of` of the cache in the arguments of a call; once for a cache and a config."""
-    for name in _ARGUMENTS:
+    for name in NAMES:
         cache = kwargs.get(name)
         if isinstance(cache, Cache | EncoderDecoderCache):
             checked = vars(cache).get("_fits")
@@ -35,7 +35,7 @@ def check_cache_argument(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> N
 def check_own_cache(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
     """The same of caches that `init_cache` and `init_ragged_pages` make, for a class of transformers' own, which may
     take caches of its own that say less of themselves."""
-    for name in _ARGUMENTS:
+    for name in NAMES:
         if isinstance(kwargs.get(name), _OWN):
             check_cache_argument(model, {name: kwargs[name]})
 

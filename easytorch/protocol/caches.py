@@ -13,9 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from easytorch.argument_types import check_types
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, TransformerMetadata
-from easytorch.cache.arguments import cache_argument
 from easytorch.cache.metadata import sizes_of
 from easytorch.cache.transformer import EncoderDecoderTransformerCache
+from easytorch.cache_names import CACHE, STATES, cache_argument, given_cache
 from easytorch.protocol.attention_inputs import MaskInfo, check_cache, packed_inputs
 from easytorch.protocol.cache_checks import check_cache_argument
 
@@ -46,7 +46,7 @@ def init_cache(
     kind: str = "static",
     **settings: Any,
 ) -> Any:
-    """A `TransformerCache`, which the model takes as `past_key_values`; of a model with an encoder transformers'
+    """A `TransformerCache`, which the model takes as its cache; of a model with an encoder transformers'
     `EncoderDecoderCache` around one.
 
     kind: see `TransformerCache`; settings: its `group_size` and `residual_length` of quantized kinds. starts (B,): how
@@ -118,13 +118,13 @@ def init_ragged_pages(
 def prepare_inputs_for_call(model: PreTrainedModel, **kwargs: Any) -> dict[str, Any]:
     """The arguments of a call, without those that are None, and with EasyDeL's in transformers' words.
 
-    mask_info and segment_ids become what keeps sequences apart; cache_metadata is checked against past_key_values.
+    mask_info and segment_ids become what keeps sequences apart; cache_metadata is checked against the cache.
     """
     inputs = dict(kwargs)
     mask_info, segments = inputs.pop("mask_info", None), inputs.pop("segment_ids", None)
     metadata = inputs.pop("cache_metadata", None)
     if metadata is not None:
-        check_cache(metadata, inputs.get("past_key_values"))
+        check_cache(metadata, given_cache(inputs))
     check_cache_argument(model, inputs)
     if mask_info is not None or segments is not None:
         inputs, _ = packed_inputs(model, inputs, mask_info, segments)
@@ -209,12 +209,12 @@ def update_inputs_for_generation(
 ) -> dict[str, Any]:
     """The arguments of the next step, for one more token of every row; `model_kwargs` stay as they are."""
     updated = dict(model_kwargs)
-    for name in ("past_key_values", "cache_params"):
+    for name in (CACHE, STATES):
         if getattr(model_outputs, name, None) is not None:
             updated[name] = getattr(model_outputs, name)
             break
     else:
-        raise ValueError(f"{type(model_outputs).__name__} has no past_key_values: call the model with use_cache=True")
+        raise ValueError(f"{type(model_outputs).__name__} has no {CACHE}: call the model with use_cache=True")
     check_cache_argument(model, updated)
     mask = updated.get(_mask_name(model))
     if mask is not None and not (_masks_are_full(updated[name]) and mask.shape[1] == updated[name].longest):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from easytorch.cache.static import changes_on_the_device_alone, full_static_cache, reads_little
+from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.captured_step import CapturedStep, StaticInputs
 from easytorch.layers.cuda_graph import GraphPool, graph_of
 from easytorch.layers.decoder import DecoderBackbone
@@ -40,24 +41,20 @@ class CapturedForward:
         self._step: CapturedStep[Any] | None = None
         self.reason: str | None = None
 
-    def __call__(self, past_key_values: Any = None, **inputs: Any) -> Any:
-        if not changes_on_the_device_alone(past_key_values):
-            return self._compiled()(past_key_values=past_key_values, **inputs)
+    @takes_cache
+    def __call__(self, cache: Any = None, **inputs: Any) -> Any:
+        if not changes_on_the_device_alone(cache):
+            return self._compiled()(**cache_keyword(cache), **inputs)
         if self._snapshot is None or not self._snapshot.holds():
             self._snapshot, self._step = ModelSnapshot(self._model), None
             self.reason = capture_refusal(self._model)
             if self.reason is not None:
                 logger.warning("generate runs without a CUDA graph: %s", self.reason)
         if self.reason is not None or _asks_for_more(inputs):
-            return self._model(past_key_values=past_key_values, **inputs)
-        if (
-            self._step is None
-            or self._inputs is None
-            or past_key_values is not self._cache
-            or not self._inputs.take(inputs)
-        ):
-            self._cache, self._inputs = past_key_values, StaticInputs(inputs)
-            run = functools.partial(self._model, past_key_values=past_key_values, **self._inputs.call)
+            return self._model(**cache_keyword(cache), **inputs)
+        if self._step is None or self._inputs is None or cache is not self._cache or not self._inputs.take(inputs):
+            self._cache, self._inputs = cache, StaticInputs(inputs)
+            run = functools.partial(self._model, **cache_keyword(cache), **self._inputs.call)
             self._step = CapturedStep(run, self._model.device, GraphPool())
         output = self._step()
         self.reason = self._step.refusal
@@ -87,7 +84,7 @@ def also_captured(model_class: Any) -> None:
     def sample(self: Any, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
         if takes_static_cache(self, input_ids, generation_config, kwargs):
             types = self.base_model.config_of_cache()
-            kwargs["past_key_values"] = _static_cache_of(types, generation_config.max_length)
+            kwargs[CACHE] = _static_cache_of(types, generation_config.max_length)
         return theirs(self, input_ids, *args, generation_config=generation_config, **kwargs)
 
     model_class._sample = sample
@@ -101,7 +98,7 @@ def _static_cache_of(config: Any, length: int) -> Any:
 
 def takes_static_cache(model: Any, input_ids: Tensor, generation_config: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call that has been given no cache decodes by captured steps over a static one."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if graph_of(model.device, GraphPool()) is None or not isinstance(
         getattr(model, "base_model", None), DecoderBackbone
     ):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from easytorch.argument_types import check_types
+from easytorch.cache_names import given_cache
 from easytorch.layers.deferred_head import without_logits
 from easytorch.layers.deferred_logits import SMALLEST
 from easytorch.layers.token_loss import HeadProduct
@@ -55,7 +56,7 @@ def compute_loss(
     `LossConfig`; loss_kwargs: some of its settings for this call, and `shift_labels`. segment_ids (B, T): which of the
     sequences packed into a row each token belongs to, -1 for padding; they do not attend to each other, and no token
     predicts another sequence's. mask_info: the same, or a mask, as an object. cache_metadata: what the cache in
-    `past_key_values` was made for, which is checked. The loss of a base model with experts is the load balancing loss
+    the cache was made for, which is checked. The loss of a base model with experts is the load balancing loss
     alone.
 
     `ValueError` or `TypeError` for settings and labels that do not fit the head.
@@ -73,7 +74,7 @@ def compute_loss(
     shifted = settings.pop("shift_labels", None)
     config = config.with_settings(settings) if settings else config
     if cache_metadata is not None:
-        check_cache(cache_metadata, batch.get("past_key_values"))
+        check_cache(cache_metadata, given_cache(batch))
     kind = kind_of(model)
     if kind != "own" and not isinstance(labels, Tensor | None):
         raise TypeError(f"labels of {type(model).__name__} are a tensor, not {type(labels).__name__}")

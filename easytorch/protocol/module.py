@@ -185,7 +185,7 @@ class ModuleMixin(_Base):
         pad_token_id: int | None = None,
         **settings: Any,
     ) -> Any:
-        """A `TransformerCache` to pass as `past_key_values`; settings: see `protocol.init_cache`."""
+        """A `TransformerCache` to pass to a call as its cache; settings: see `protocol.init_cache`."""
         return caches.init_cache(self, batch_size, max_length, starts, shardings, pad_token_id, **settings)
 
     def create_paged_metadata(
@@ -201,7 +201,7 @@ class ModuleMixin(_Base):
         hbm_utilization: float | None = None,
         max_model_length: int | None = None,
     ) -> RaggedPagesCache:
-        """A `RaggedPagesCache` to pass as `past_key_values`."""
+        """A `RaggedPagesCache` to pass to a call as its cache."""
         return caches.init_ragged_pages(self, metadata, page_size, hbm_utilization, max_model_length)
 
     def prepare_inputs_for_call(self, **kwargs: Any) -> dict[str, Any]:

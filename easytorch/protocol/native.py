@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from easytorch.cache_names import CACHE
 from easytorch.layers.attention import FLASH_FOR_TRANSFORMERS, NATIVE_INTERFACES
 from easytorch.layers.config_checks import check_counts
 from easytorch.layers.experts import NATIVE_INTERFACES as NATIVE_EXPERTS
@@ -177,7 +178,7 @@ class NativeDecoder(NativeModel):
     """The defaults of a decoder family's `PreTrainedModel`."""
 
     base_model_prefix = "model"
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 - transformers copies it into a set
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012 - transformers copies it into a set
     head_weights = (r"^(lm_head|score|qa_outputs)\.",)
 
 

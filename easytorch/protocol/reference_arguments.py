@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from easytorch.argument_types import check_types
+from easytorch.cache_names import under_installed_name
 from easytorch.protocol.adapters import check_savable
 from easytorch.protocol.cache_checks import check_own_cache
 from easytorch.protocol.dtypes import dtype_of, to_dtype
@@ -66,6 +67,7 @@ def generate(
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ValueError(f"{type(model).__name__} generates nothing: it has no language modeling head")
     require_memory(model, "generate", by_calls=True)
+    kwargs = under_installed_name(model.forward, kwargs)
     check_own_cache(model, kwargs)
     return generate_by(
         type(model).generate, model, input_ids, generation_config=generation_config, prng_key=prng_key, trace=trace,
@@ -108,6 +110,7 @@ def also_with_ours(model_class: Any) -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == "meta":
             require_memory(self, "generate", by_calls=True)
+        kwargs = under_installed_name(self.forward, kwargs)
         if kwargs.keys() & _ADDED:
             return generate_by(theirs, self, *args, **kwargs)
         return theirs(self, *args, **kwargs)

@@ -14,6 +14,7 @@ import easytorch
 from easytorch import protocol
 from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata, TransformerCache, memory, ragged_pages
 from easytorch.cache.page_table import PageTable
+from easytorch.cache_names import CACHE, STATES
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = SIZES | {"num_key_value_heads": 2}
@@ -52,7 +53,7 @@ def expected(name: str, padded: bool, beams: int = 1) -> torch.Tensor:
 
 def generated(name: str, padded: bool, cache, beams: int = 1) -> torch.Tensor:
     ids, mask = (IDS, MASK) if padded else (IDS.clamp(min=4), torch.ones_like(IDS))
-    key = "cache_params" if name == "mamba2" else "past_key_values"
+    key = STATES if name == "mamba2" else CACHE
     given = {} if cache is None else {key: cache}
     return model_of(name).generate(ids, attention_mask=mask, num_beams=beams, **GREEDY, **given)
 
@@ -224,7 +225,7 @@ def test_the_reference_s_call_and_transformers():
         model.prepare_inputs_for_generation(IDS, 16, 0, starts=torch.tensor([0, 2]), kind="dynamic"),
         model.prepare_inputs_for_generation(IDS, max_length=16, attention_mask=MASK, kind="dynamic"),
     ):
-        assert torch.equal(kwargs["attention_mask"], MASK) and isinstance(kwargs["past_key_values"], TransformerCache)
+        assert torch.equal(kwargs["attention_mask"], MASK) and isinstance(kwargs[CACHE], TransformerCache)
         assert kwargs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
     assert not easytorch.AutoModel.from_config(transformers.BertConfig(**SIZES)).can_generate()
     assert "input_ids" in model.prepare_inputs_for_generation(IDS, attention_mask=MASK)

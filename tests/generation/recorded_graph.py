@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationMixin
 
 from easytorch.cache import ragged_step
+from easytorch.cache_names import CACHE
 from easytorch.generation import captured
 from easytorch.generation.engine import decode_graphs
 from easytorch.layers import captured_step, cuda_graph
@@ -109,7 +110,7 @@ def recorded_graphs(monkeypatch: Any) -> Iterator[dict[str, int]]:
 
 
 def _as_on_a_gpu(model: Any, kwargs: Any, generation_config: Any) -> bool:
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     dynamic = cache is None or type(cache) is DynamicCache or not cache.is_compileable
     return not (dynamic or generation_config.disable_compile)
 

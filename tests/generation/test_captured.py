@@ -15,7 +15,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import easytorch
 from easytorch.cache import Chunk, DecodeStep, RaggedPagesCache, RaggedPagesMetadata, RaggedStep, StateSlots
-from easytorch.cache.arguments import cache_argument
+from easytorch.cache_names import cache_argument
 from easytorch.generation import generate_tokens
 from easytorch.generation.decoders import StaticDecoder
 from easytorch.generation.engine import Engine, SamplingParams

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
+from easytorch.cache_names import STATES
 from tests.models.encoder_families import ENCODER_FAMILIES
 from tests.models.family import Family
 from tests.models.image_text_families import IMAGE_TEXT_FAMILIES
@@ -539,7 +540,7 @@ _RECURRENT = {
 
 def _mamba(name: str, sizes: dict[str, Any], variants: tuple[dict[str, Any], ...]) -> Family:
     row = _decoder(name, base=_RECURRENT, sizes=sizes, variants=variants)
-    return replace(row, reference="eager", cache="cache_params", attentions=0, packs=False, wide=True)
+    return replace(row, reference="eager", cache=STATES, attentions=0, packs=False, wide=True)
 
 
 FAMILIES |= {

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from easytorch.cache_names import CACHE
+
 
 @dataclass(frozen=True)
 class Family:
@@ -25,7 +27,7 @@ class Family:
     variants: tuple[dict[str, Any], ...] = field(default=())
     dropouts: tuple[str, ...] = ()
     packs: bool = True
-    cache: str = "past_key_values"
+    cache: str = CACHE
     attentions: int = 2
     wide: bool = False
 

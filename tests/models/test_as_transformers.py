@@ -12,6 +12,7 @@ import transformers
 
 import easytorch
 from easytorch.bridge.errors import CheckpointError
+from easytorch.cache_names import CACHE
 from easytorch.kernels.rotary.frequencies import inverse_frequencies
 from easytorch.models._bert_encoder import BertEmbeddings
 from easytorch.protocol.batching import generate_batch
@@ -151,7 +152,7 @@ def test_llama_attention_is_called_by_keyword(make_pair, llama_config) -> None:
         layer.register_forward_pre_hook(note, with_kwargs=True)
         model(IDS)
         args, names = calls[0]
-        assert args == () and {"hidden_states", "attention_mask", "position_embeddings", "past_key_values"} <= names
+        assert args == () and {"hidden_states", "attention_mask", "position_embeddings", CACHE} <= names
 
 
 def test_native_classes_stand_beside_transformers(make_pair, llama_config) -> None:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from easytorch import protocol
+from easytorch.cache_names import cache_keyword
 from easytorch.protocol import LossConfig, compute_loss
 from tests.protocol.shared_models import IDS, shared
 
@@ -80,7 +81,7 @@ def test_what_is_given_is_left_as_it_is(training):
         tree=tree_of(model),
         mask=torch.ones_like(IDS),
         flat={name: one.detach().clone() for name, one in model.named_parameters()},
-        output=SimpleNamespace(past_key_values=cache_of("llama")),
+        output=SimpleNamespace(**cache_keyword(cache_of("llama"))),
         kwargs={"attention_mask": torch.ones_like(IDS), "position_ids": IDS.clone(), "token_type_ids": IDS.clone()},
     )
     kept = {name: value for name, value in vars(given).items() if name not in ("output", "loss_config")}

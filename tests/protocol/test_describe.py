@@ -8,6 +8,7 @@ import transformers
 from transformers import BertConfig, LlamaConfig, T5Config
 
 from easytorch import protocol
+from easytorch.cache_names import CACHE
 from easytorch.models import bert, llama
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -50,7 +51,7 @@ def test_text(model):
 def test_switches(model):
     names = model.get_static_arguments()
     assert {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"} <= set(names)
-    assert not {"input_ids", "attention_mask", "position_ids", "past_key_values", "labels"} & set(names)
+    assert not {"input_ids", "attention_mask", "position_ids", CACHE, "labels"} & set(names)
 
 
 def test_auto_classes():

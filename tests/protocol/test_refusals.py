@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 import easytorch
 from easytorch import protocol
 from easytorch.cache import RaggedPagesCache
+from easytorch.cache_names import CACHE, cache_keyword
 from easytorch.protocol import LossConfig, MaskInfo, compute_loss
 from easytorch.protocol.attention_inputs import check_cache
 from easytorch.protocol.loss_terms import answers
@@ -271,7 +272,7 @@ def test_a_loss_or_cache_that_does_not_fit_is_named(case):
 def test_the_ends_of_a_cache_and_of_settings_are_taken():
     """One less or more is refused above."""
     kwargs = protocol.prepare_inputs_for_generation(shared("llama"), IDS, 4)
-    assert kwargs["past_key_values"].longest == 4
+    assert kwargs[CACHE].longest == 4
     check_cache(metadata(), cache_of("llama"))
     metadata().check(transformers.DynamicCache())
     LossConfig(label_smoothing=1.0, z_loss=0.0, router_aux_loss_coef=0.0, chunk_token_size=1, num_labels=1)
@@ -305,7 +306,7 @@ def test_a_cache_of_another_model_is_refused(case, kind):
     else:
         cache = protocol.init_cache(easytorch.AutoModelForCausalLM.from_config(config), 2, 8, kind=kind)
     model = shared("llama")
-    output = SimpleNamespace(past_key_values=cache)
+    output = SimpleNamespace(**cache_keyword(cache))
     calls = [
         lambda: model(IDS, past_key_values=cache),
         lambda: compute_loss(model, input_ids=IDS, past_key_values=cache),

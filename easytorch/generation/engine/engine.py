@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from easytorch.cache import Chunk, RaggedPagesCache, RaggedStep, StateSlots
-from easytorch.cache.arguments import cache_argument, positive
+from easytorch.cache.arguments import positive
+from easytorch.cache_names import cache_argument
 from easytorch.generation.engine.decode_graphs import DecodeGraphs
 from easytorch.generation.engine.logprobs import logprobs_of
 from easytorch.generation.engine.memory import cache_sizes

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from easytorch.cache import RaggedPagesMetadata
 from easytorch.cache.memory import free_and_total
+from easytorch.cache_names import cache_of
 from easytorch.generation.engine.supported import CachedLayers
 
 # The default share of the free memory; on a CPU the rest is left to other programs.
@@ -88,7 +89,7 @@ def state_bytes(model: Any) -> int:
     """Bytes of the recurrent states of one request, measured on the model's own cache after one token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     output = model(input_ids=token, use_cache=True)
-    cache = getattr(output, "past_key_values", None) or output.cache_params
+    cache = cache_of(output)
     assert isinstance(cache, DynamicCache)
     states = [
         state for layer in cache.layers for kind in ("conv_states", "recurrent_states")

@@ -1,0 +1,39 @@
+"""What an output says of the towers beside the decoder, in the fields that the installed transformers has for it.
+
+transformers 5.23 has their features, `image_hidden_states` and `audio_hidden_states`, in some classes; 5.24 has the
+outputs of the towers, `image_outputs`, `video_outputs` and `audio_outputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import modeling_outputs
+from transformers.modeling_outputs import ModelOutput
+
+_WITH_TOWERS = {
+    "BaseModelOutputWithPast": "MultimodalBaseModelOutputWithPast",
+    "CausalLMOutputWithPast": "MultimodalCausalLMOutputWithPast",
+    "MoeModelOutputWithPast": "MultimodalMoeBaseModelOutputWithPast",
+    "MoeCausalLMOutputWithPast": "MultimodalMoeCausalLMOutputWithPast",
+}
+
+
+def with_towers(output_class: type[ModelOutput]) -> type[ModelOutput]:
+    """The output of a decoder with fields for its towers; `output_class` itself where transformers has none."""
+    found: type[ModelOutput] = getattr(modeling_outputs, _WITH_TOWERS.get(output_class.__name__, ""), output_class)
+    return found
+
+
+def tower_fields(
+    output_class: type[ModelOutput], outputs: Mapping[str, Any], features: Mapping[str, torch.Tensor | None]
+) -> dict[str, Any]:
+    """The fields of an output of `output_class`. outputs, features: of each kind of input ("image", "video", "audio"),
+    the tower's output and what stands in place of the tokens."""
+    names = {field.name for field in fields(output_class)}  # type: ignore[arg-type]
+    given = {f"{kind}_outputs": one for kind, one in outputs.items()}
+    given |= {f"{kind}_hidden_states": one for kind, one in features.items()}
+    return {name: value for name, value in given.items() if name in names}
