@@ -1,7 +1,10 @@
 """The C++ kernels against torch's own implementations: products of few rows, attention of one query and over pages,
-norms, rotary, gated units, and full decoding.
+norms, rotary, gated units, attention of many queries, its training, recurrences, small calls, and full decoding.
 
-    python scripts/bench_cpu_kernels.py [--threads 2] [--json report.json] [bars|products|attention|pages|rows|decode]
+    python scripts/bench_cpu_kernels.py [PART ...] [--threads 1 2] [--json report.json]
+
+Parts: bars, products, attention, latents, experts, pages, rows, prefill, training, recurrent, tiny, decode. Each number
+of threads has the rate of a matrix product and of a plain read printed before its parts.
 
 Every figure is a median over rounds in which all implementations take turns, so that load and clock affect all alike; a
 ratio is the median of the ratios within a round. More weights than the caches hold are used in turn. `read` is a plain
@@ -32,6 +35,8 @@ from easytorch.kernels.decode import cpu as decode_cpu
 from easytorch.kernels.glu import aten as glu_aten
 from easytorch.kernels.glu import cpu as glu_cpu
 from easytorch.kernels.linear import cpu, onednn
+from easytorch.kernels.multi_latent import absorbed as latent_aten
+from easytorch.kernels.multi_latent import cpu as latent_cpu
 from easytorch.kernels.quantized_matmul import aten
 from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
 from easytorch.kernels.quantized_matmul.weight import quantize
@@ -42,11 +47,15 @@ from easytorch.kernels.rms_norm import aten as norm_aten
 from easytorch.kernels.rms_norm import cpu as norm_cpu
 from easytorch.kernels.rotary import aten as rotary_aten
 from easytorch.kernels.rotary import cpu as rotary_cpu
+from easytorch.operations import OperationMetadata, OperationRegistry
 
 # (M, N, K) of the products, and the rounds of each; bytes of weights that no cache holds.
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
 # (B, H, K, S, D) of attention of one query.
 ATTENTIONS = [(1, 16, 8, 64, 64), (1, 16, 8, 1024, 64), (1, 32, 8, 4096, 128), (8, 32, 8, 4096, 128)]
+# (H, S) of latent attention of one token, with DeepSeek's widths; (N, D, I, k, E) of experts.
+LATENTS = [(heads, keys) for heads in (16, 128) for keys in (512, 2048, 8192)]
+EXPERTS = [(tokens, 1024, 512, 4, 16) for tokens in (1, 4, 16)] + [(1, 2048, 768, 8, 32)]
 # (sequences, query rows and keys of each, H, K, D, page size) of attention over pages.
 PAGES = [
     (8, 1, 4096, 32, 8, 128, 16), (8, 1, 4096, 32, 8, 128, 64), (8, 1, 64, 16, 8, 64, 16), (4, 4, 1024, 32, 8, 128, 16),
@@ -54,6 +63,10 @@ PAGES = [
 ]  # fmt: skip
 # Rows, and their widths, of what is computed row by row: norms, rotations (of that many tokens) and gated units.
 ROWS, NORM_WIDTH, GATE_WIDTH, HEADS = (1, 16, 512), 1024, 4096, (16, 8, 64)
+# (B, H, K, T, D) of attention of many queries, and of its training.
+PREFILLS = [(1, 16, 16, 1024, 64), (1, 32, 8, 4096, 128)]
+# Tokens of the recurrences.
+TOKENS = (1, 512, 4096)
 ROUNDS, BYTES = 15, 2**28
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -152,6 +165,71 @@ def attention(cases: list[tuple[int, ...]] = ATTENTIONS, dtypes: tuple[torch.dty
     return found
 
 
+def latents() -> dict[str, Any]:
+    """One token over a cache of latents; `read` is of the cache and the two projections."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for heads, keys in LATENTS:
+        for dtype in DTYPES:
+
+            def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(shape, generator=generator).to(dtype)
+
+            ups = draw(heads, 256, 512) / 16
+            cache = draw(1, keys, 512), draw(1, keys, 64)
+            given = (draw(1, 1, heads, 128), draw(1, 1, heads, 64), *cache, *ups.split(128, 1))
+            ways = {
+                "cpu": lambda _, given=given: latent_cpu.multi_latent_attention(*given),
+                "aten": lambda _, given=given: latent_aten.multi_latent_attention(*given),
+                "read": lambda _, read=(ups, *cache): [x.view(torch.float32).max() for x in read],
+            }
+            found[f"H{heads} S{keys} {str(dtype)[6:]}"] = medians(ways, max(1, 2**11 // keys), rounds=7)
+    return found
+
+
+def experts() -> dict[str, Any]:
+    """A layer's experts: one call in C++, the operations, and transformers' function that is fastest here; `read` is of
+    the chosen experts' weights."""
+    import transformers
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from easytorch.layers import experts as layer
+
+    found, step = {}, layer.experts_step
+    for tokens, width, inner, k, count in EXPERTS:
+        for dtype in DTYPES[:2]:
+            generator = torch.Generator().manual_seed(0)
+            config: Any = transformers.Qwen3MoeConfig(hidden_size=width)
+            module = layer.Experts(config, count, inner).to(dtype)
+            module.reset_parameters(0.02)
+            x = torch.randn(tokens, width, generator=generator).to(dtype)
+            picks = [
+                torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(tokens)]) for _ in range(16)
+            ]
+            weights = torch.rand(tokens, k, generator=generator)
+
+            def ours(n: int, few: Any, given: Any = (module, x, picks, weights)) -> Any:
+                layer.experts_step = few
+                try:
+                    return layer.apply_experts(given[0], given[1], given[2][n % 16], given[3])
+                finally:
+                    layer.experts_step = step
+
+            def read(n: int, given: Any = (module, picks)) -> Any:
+                stacks = given[0].gate_up_proj, given[0].down_proj
+                return [x[e].view(torch.float32).max() for e in given[1][n % 16].unique().tolist() for x in stacks]
+
+            ways = {
+                "cpu": lambda n, run=ours: run(n, step),
+                "operations": lambda n, run=ours: run(n, lambda *_: None),
+                "grouped_mm": lambda n, given=(module, x, picks, weights): ALL_EXPERTS_FUNCTIONS["grouped_mm"](
+                    given[0], given[1], given[2][n % 16], given[3]
+                ),
+                "read": read,
+            }
+            found[f"N{tokens} D{width} I{inner} {k} of {count} {str(dtype)[6:]}"] = medians(ways, 16, rounds=7)
+    return found
+
+
 def pages(cases: list[tuple[int, ...]] = PAGES, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, Any]:
     """Sequences whose pages lie in any order; `dense` is attention of one query over as many keys side by side, `copy`
     a plain one of the pools."""
@@ -217,6 +295,123 @@ def rows() -> dict[str, Any]:
     return found
 
 
+def machine() -> dict[str, Any]:
+    """What this machine does at best: a square product of each dtype in GF/s, and a plain read in GB/s."""
+    found, size = {}, 2048
+    for dtype in DTYPES[:2]:
+        x = torch.randn(size, size).to(dtype)
+        taken = medians({"mm": lambda _, x=x: x @ x}, 1, rounds=5)["us"]["mm"]
+        found[f"product {str(dtype)[6:]}"] = {"GF/s": 2 * size**3 / taken / 1e3}
+    memory = torch.ones(BYTES // 4)
+    taken = medians({"read": lambda _: memory.max()}, 1, rounds=5)["us"]["read"]
+    return {**found, "read": {"GB/s": BYTES / taken / 1e3}}
+
+
+def many_queries(train: bool) -> dict[str, Any]:
+    """Causal attention of as many queries as keys, beside SDPA's; GF/s counts the products of what is seen."""
+    found = {}
+    operation = OperationRegistry.create("flash", OperationMetadata(backend="cpu"))
+    for batch, heads, kv_heads, length, dim in PREFILLS[:1] if train else PREFILLS:
+        for dtype in DTYPES[:2]:
+            generator = torch.Generator().manual_seed(0)
+            shapes = [(batch, length, count, dim) for count in (heads, kv_heads, kv_heads)]
+            query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+            upstream = torch.randn(shapes[0], generator=generator).to(dtype)
+            given = [x.requires_grad_(train) for x in (query, key, value)]
+
+            def sdpa(given: list[torch.Tensor] = given) -> torch.Tensor:
+                turned = (x.transpose(1, 2) for x in given)
+                return F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+            def ours(given: list[torch.Tensor] = given) -> torch.Tensor:
+                output: torch.Tensor = operation(*given, causal=True).attention_outputs
+                return output
+
+            def run(way: Callable[[], torch.Tensor], given: Any = given, upstream: torch.Tensor = upstream) -> Any:
+                with torch.set_grad_enabled(train):
+                    output = way()
+                    return torch.autograd.grad(output, given, upstream) if train else output
+
+            ways = {"cpu": lambda _, run=run, way=ours: run(way), "sdpa": lambda _, run=run, way=sdpa: run(way)}
+            row = medians(ways, 1, rounds=5)
+            products = (7 if train else 2) * batch * heads * length * length * dim
+            row["GF/s"] = products / row["us"]["cpu"] / 1e3
+            found[f"B{batch} H{heads}/{kv_heads} T{length} D{dim} {str(dtype)[6:]}"] = row
+    return found
+
+
+def prefill() -> dict[str, Any]:
+    return many_queries(train=False)
+
+
+def training() -> dict[str, Any]:
+    return many_queries(train=True)
+
+
+def recurrent() -> dict[str, Any]:
+    """The recurrences of some layers, by the operators and by ATen, without gradients."""
+    found: dict[str, Any] = {}
+    for tokens in TOKENS:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        heads, gates = draw(1, tokens, 24, 64), draw(1, tokens, 24)
+        cases = {
+            "causal_conv1d": (draw(1, tokens, 2048), draw(2048, 4), draw(2048)),
+            "ssm1": (
+                draw(1, tokens, 1536), draw(1, tokens, 1536).exp() / 20, -draw(1536, 16).exp(), draw(1, tokens, 16),
+                draw(1, tokens, 16),
+            ),
+            "ssm2": (
+                heads, gates.exp() / 20, -draw(24).exp(), draw(1, tokens, 1, 128), draw(1, tokens, 1, 128),
+            ),
+            "gated_delta_rule": (
+                draw(1, tokens, 8, 128), draw(1, tokens, 8, 128) / 12, draw(1, tokens, 16, 128),
+                -draw(1, tokens, 16).exp(), draw(1, tokens, 16).sigmoid(),
+            ),
+        }  # fmt: skip
+        for name, given in cases.items():
+            ways = {}
+            for backend in ("cpu", "aten"):
+                operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
+                ways[backend] = lambda _, run=operation, given=given: run(*given)
+            found[f"{name} T{tokens}"] = medians(ways, max(1, 64 // tokens), rounds=5)
+    return found
+
+
+def tiny() -> dict[str, Any]:
+    """Calls so small that choosing an implementation is most of their time, by the automatic choice and by torch."""
+    x, weight = torch.randn(1, 16, 64), torch.randn(64)
+    query, key = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 4, 16)
+    rows, matrix = torch.randn(4, 64), torch.randn(64, 64)
+    create = OperationRegistry.create
+    attention_, rms, layer, gate, product = map(create, ("attention", "rms_norm", "layer_norm", "swiglu", "linear"))
+    turned = [one.transpose(1, 2) for one in (query, key, key)]
+    cases: dict[str, dict[str, Callable[[int], Any]]] = {
+        "attention T16 H4 D16": {
+            "automatic": lambda _: attention_(query, key, key, causal=True),
+            "torch": lambda _: F.scaled_dot_product_attention(*turned, is_causal=True),
+        },
+        "attention T1 S16 H4 D16": {
+            "automatic": lambda _: attention_(query[:, :1], key, key),
+            "torch": lambda _: F.scaled_dot_product_attention(turned[0][:, :, :1], *turned[1:]),
+        },
+        "rms_norm 16x64": {
+            "automatic": lambda _: rms(x, weight),
+            "torch": lambda _: F.rms_norm(x, (64,), weight, 1e-6),
+        },
+        "layer_norm 16x64": {
+            "automatic": lambda _: layer(x, weight, weight),
+            "torch": lambda _: F.layer_norm(x, (64,), weight, weight),
+        },
+        "swiglu 16x64": {"automatic": lambda _: gate(x, x), "torch": lambda _: F.silu(x) * x},
+        "linear 4x64x64": {"automatic": lambda _: product(rows, matrix), "torch": lambda _: F.linear(rows, matrix)},
+    }
+    return {name: medians(ways, 200, rounds=9) for name, ways in cases.items()}
+
+
 def bars() -> dict[str, Any]:
     """The cases with a figure to reach: one row of each kind of weight, the head, a few rows, decode and pages."""
     generator, found = torch.Generator().manual_seed(0), {}
@@ -264,17 +459,19 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
     return found
 
 
-PARTS = {"bars": bars, "products": products, "attention": attention, "pages": pages, "rows": rows, "decode": decode}
+PARTS = {
+    "bars": bars, "products": products, "attention": attention, "latents": latents, "experts": experts, "pages": pages,
+    "rows": rows, "prefill": prefill, "training": training, "recurrent": recurrent, "tiny": tiny, "decode": decode,
+}  # fmt: skip
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one after another")
     parser.add_argument("--json", type=Path, help="write the report there too")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     if (reason := library.missing()) is not None:
         raise SystemExit(f"no C++ kernels: {reason}")
     info = Path("/proc/cpuinfo")
@@ -285,12 +482,15 @@ def main() -> None:
         "threads": options.threads,
         "load": os.getloadavg(),
     }
-    for part in options.parts or [part for part in PARTS if part != "bars"]:
-        report[part] = PARTS[part]()
-        for name, row in report[part].items():
-            print(f"{name:<28}", json.dumps(row, default=lambda x: x), flush=True)
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        of_threads = report[f"{threads} threads"] = {}
+        for part in ("machine", *(options.parts or [part for part in PARTS if part != "bars"])):
+            of_threads[part] = machine() if part == "machine" else PARTS[part]()
+            for name, row in of_threads[part].items():
+                print(f"{threads} {name:<28}", json.dumps(row, default=lambda x: x), flush=True)
     report["load after"] = os.getloadavg()
-    print({name: value for name, value in report.items() if name not in PARTS})
+    print({name: value for name, value in report.items() if not isinstance(value, dict)})
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
 

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import initialization
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from easytorch.kernels.experts_step.native import Unit
 from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
 from easytorch.layers.basics import activation
+from easytorch.layers.experts_step import experts_step, unit_of_activation
 from easytorch.layers.gate import gated
 from easytorch.layers.linear import eager_inference, few_rows
 from easytorch.operations import OperationRegistry
@@ -33,6 +35,9 @@ def apply_experts(
     module: one of `Experts`, or of transformers' classes that take an `experts_implementation`. An index of
     `module.num_experts` or more is an expert on another device and adds nothing here.
     """
+    few = experts_step(module, hidden_states, top_k_index, top_k_weights)
+    if few is not None:
+        return few
     order, sizes = sort_by_expert(top_k_index, module.num_experts)
     name = "gate_up_proj" if module.has_gate else "up_proj"
     rows = rows_of_experts(hidden_states, order, top_k_index.shape[1])
@@ -152,6 +157,11 @@ class Experts(nn.Module):
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(M, 2 * I) -> (M, I)."""
         return gated(self.act_fn, *gate_up.chunk(2, dim=-1))
+
+    def step_unit(self) -> Unit | None:
+        """`_apply_gate` as the operator for few tokens has it; None where it has not."""
+        plain = self.is_concatenated and type(self)._apply_gate is Experts._apply_gate
+        return unit_of_activation(self.act_fn) if plain else None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

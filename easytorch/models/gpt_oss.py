@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from easytorch.layers.basics import plain_activation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
+from easytorch.layers.experts_step import Unit, clamped_unit
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import SequenceClassificationHead, TokenClassificationHead
 from easytorch.layers.masks import types_of_config
@@ -53,6 +54,10 @@ class GptOssExperts(Experts):
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    def step_unit(self) -> Unit | None:
+        plain = type(self)._apply_gate is GptOssExperts._apply_gate
+        return clamped_unit(self.alpha, self.limit) if plain else None
 
 
 class GptOssTopKRouter(TopKSoftmaxRouter):

@@ -36,10 +36,10 @@ def arguments(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def with_segments_as_mask(call: AttentionCall) -> AttentionCall:
-    """The call of one query without segments: decode's operators take them as a mask."""
+    """The call of few queries without segments: their operators take them as a mask."""
     if call.query_segment_ids is None or call.key_segment_ids is None:
         return call
-    same = (call.query_segment_ids == call.key_segment_ids)[:, None, None]
+    same = (call.query_segment_ids[:, :, None] == call.key_segment_ids[:, None])[:, None]
     mask = same if call.mask is None else call.mask & same
     return call._replace(mask=mask, query_segment_ids=None, key_segment_ids=None)
 

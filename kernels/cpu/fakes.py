@@ -124,6 +124,14 @@ def decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, *c
 
 
 @_fake
+def multi_latent(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, up_key: Tensor | None,
+    up_value: Tensor | None, *call: Any,
+) -> Tensor:  # fmt: skip
+    return query.new_empty((*query.shape[:-1], latent.shape[-1] if up_value is None else up_value.shape[1]))
+
+
+@_fake
 def decode_codes(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
     batch, heads, _, _ = query.shape
     return query.new_empty((batch, 1, heads, value.shape[-1]))
@@ -141,6 +149,11 @@ def attention_step(x: Tensor, *given: Any) -> Tensor:
 
 @_fake
 def feed_forward_step(x: Tensor, *given: Any) -> Tensor:
+    return _like(x)
+
+
+@_fake
+def experts_step(x: Tensor, *given: Any) -> Tensor:
     return _like(x)
 
 

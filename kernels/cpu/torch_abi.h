@@ -36,6 +36,22 @@ inline int32_t element_of(int32_t dtype) {
   return dtype == aoti_torch_dtype_float16() ? 2 : -1;
 }
 
+inline int64_t numel_of(int64_t dim, const int64_t* sizes) {
+  int64_t count = 1;
+  for (int64_t d = 0; d < dim; ++d) count *= sizes[d];
+  return count;
+}
+
+// Of the last dimensions, from `first` on: whether they lie one after another.
+inline bool contiguous_of(int64_t dim, const int64_t* sizes, const int64_t* strides, int64_t first = 0) {
+  int64_t expected = 1;
+  for (int64_t d = dim - 1; d >= first; --d) {
+    if (sizes[d] != 1 && strides[d] != expected) return false;
+    expected *= sizes[d];
+  }
+  return true;
+}
+
 // A tensor as an operator receives it: a reference that it owns.
 class Tensor {
  public:
@@ -60,21 +76,8 @@ class Tensor {
     return value;
   }
 
-  int64_t numel() const {
-    int64_t count = 1;
-    for (int64_t d = 0; d < dim; ++d) count *= sizes[d];
-    return count;
-  }
-
-  // Of the last dimensions, from `first` on: whether they lie one after another.
-  bool contiguous(int64_t first = 0) const {
-    int64_t expected = 1;
-    for (int64_t d = dim - 1; d >= first; --d) {
-      if (sizes[d] != 1 && strides[d] != expected) return false;
-      expected *= sizes[d];
-    }
-    return true;
-  }
+  int64_t numel() const { return numel_of(dim, sizes); }
+  bool contiguous(int64_t first = 0) const { return contiguous_of(dim, sizes, strides, first); }
 
   void* data = nullptr;
   int64_t dim = 0;

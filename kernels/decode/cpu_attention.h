@@ -42,6 +42,8 @@ struct DecodePart {
   const DecodePages* pages;  // or null: the cache is dense
   const int64_t* seen;       // the first key of each query of a group and that after its last; null where all see all
   char* decoded;             // of codes: `decoded_bytes` of memory
+  // The number of the first query among those of sequence b, all heads of a token after those of the one before it.
+  int64_t query;
 };
 
 struct DecodeFunctions {

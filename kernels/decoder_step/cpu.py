@@ -92,7 +92,7 @@ def attention_step(
     return torch.ops.easytorch_cpu.attention_step.default(
         x,
         weights.norm,
-        *_flat(none, weights.query, weights.key, weights.value, weights.output),
+        *flat(none, weights.query, weights.key, weights.value, weights.output),
         none if weights.query_norm is None else weights.query_norm,
         none if weights.key_norm is None else weights.key_norm,
         cos,
@@ -115,7 +115,7 @@ def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = li
     return torch.ops.easytorch_cpu.feed_forward_step.default(
         x,
         weights.norm,
-        *_flat(ABSENT[x.dtype], weights.gate, weights.up, weights.down),
+        *flat(ABSENT[x.dtype], weights.gate, weights.up, weights.down),
         weights.eps,
         _CODES[weights.activation],
         torch.get_num_threads(),
@@ -123,7 +123,7 @@ def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = li
     )
 
 
-def _flat(none: Tensor, *projections: AnyProjection) -> list[Any]:
+def flat(none: Tensor, *projections: AnyProjection) -> list[Any]:
     """The fields of the projections as the operators take them (cpu_products.h)."""
     fields: list[Any] = []
     for one in projections:

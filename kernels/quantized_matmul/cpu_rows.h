@@ -45,10 +45,11 @@ inline bool interleaves(int64_t format, int64_t k) {
   return interleaved_blocks(format).block > 0 && k % 32 == 0 && stored_bytes(format, k) > 0;
 }
 
-// The tensors of a QuantizedWeight (N, K), checked. Scales may be given as the bits of float32.
+// The tensors of a QuantizedWeight (N, K), or parts of some, checked. Scales may be given as the bits of float32.
 class Codes {
  public:
-  Codes(const Tensor& data, const Tensor& scale, const Tensor& zero, int64_t format, int64_t columns, int64_t group_size)
+  template <class Data, class Zero>
+  Codes(const Data& data, const Data& scale, const Zero& zero, int64_t format, int64_t columns, int64_t group_size)
       : format(format), k(columns) {
     require(format >= INT8 && format <= IQ4_XS, "quantized_matmul: unknown format");
     require(data.dim == 2 && scale.dim == 2, "quantized_matmul: wrong dimensions");

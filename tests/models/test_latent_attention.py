@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
 import easytorch
+from easytorch import AutoModelForCausalLM
+from easytorch.kernels.cpu import library, processor
+from easytorch.kernels.experts_step import cpu as experts_cpu
+from easytorch.kernels.multi_latent import cpu as latent_cpu
 from easytorch.layers import latent_attention
 from easytorch.models import deepseek_v32
+from easytorch.operations.dispatch.check import relative_rms_error
 from tests.models.families import CAUSAL, FAMILIES
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -167,3 +174,47 @@ def test_an_indexer_that_cannot_be_carried_is_refused_by_name() -> None:
             object.__setattr__(config, name, value)
         with pytest.raises(ValueError, match=words):
             deepseek_v32.DeepseekV32Model(config)
+
+
+@pytest.mark.skipif(
+    library.missing() is not None or not processor.AVX512, reason="operators in C++ are chosen where they were measured"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config_class", [DeepseekV2Config, DeepseekV3Config])
+def test_generate_decodes_by_the_operators_in_cpp(
+    config_class: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents and experts of each token, with and without padding; the tokens are those of the operations."""
+    calls = {"attention": 0, "experts": 0}
+
+    def counted(name: str, module: Any, function: str) -> None:
+        run = getattr(module, function)
+
+        def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+            calls[name] += 1
+            result: torch.Tensor = run(*args, **kwargs)
+            return result
+
+        monkeypatch.setattr(module, function, counting)
+
+    counted("attention", latent_cpu, "run")
+    counted("experts", experts_cpu, "experts_step")
+    config = config_class(
+        vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, n_shared_experts=1, kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    tokens, mask = torch.randint(0, 64, (2, 30)), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :3] = 0
+    settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "output_logits": True}
+    found = model.generate(tokens, return_dict_in_generate=True, **settings)
+    assert calls == {"attention": 3 * 4, "experts": 2 * 4}  # layers times tokens after the first
+    monkeypatch.setattr(latent_cpu, "prefers", lambda *args, **kwargs: False)
+    monkeypatch.setattr(experts_cpu, "takes", lambda *args: False)
+    expected = model.generate(tokens, return_dict_in_generate=True, **settings)
+    assert calls == {"attention": 3 * 4, "experts": 2 * 4}
+    allowed = 1e-5 if dtype == torch.float32 else 2e-2
+    assert relative_rms_error(found.logits[1], expected.logits[1]) <= allowed

@@ -272,7 +272,8 @@ def test_in_a_graph_vmap_and_checkpointing(length: int) -> None:
 def test_differential_mode(compared: list[str]) -> None:
     for length in (1, 20):
         operation()(**make(length, 20), causal=True)
-    assert compared.count("multi_latent_attention:aten") == 2  # beside those of the attention it is expanded to
+    ours = [one for one in compared if one.startswith("multi_latent_attention:")]
+    assert len(ours) == 2  # beside those of the attention it is expanded to
 
 
 @pytest.mark.parametrize("keys", [40, 300, 2000])  # widened, and either side of what is multiplied as it is

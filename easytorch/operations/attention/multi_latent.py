@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
-from easytorch.kernels.multi_latent import absorbed, native, plans
+from easytorch.kernels.multi_latent import absorbed, cpu, native, plans
 from easytorch.kernels.multi_latent.contract import LatentDims, absorbs, check_tensors, default_scale
 from easytorch.kernels.ragged_page.contract import FEATURES
 from easytorch.operations.attention.impl import AttentionFeatures, AttentionImpl, xla_refusal
@@ -35,6 +35,7 @@ class MultiLatentAttention(AttentionImpl):
     paths: ClassVar = {"gpu": "triton", "tpu": "pallas"}
     folder = "multi_latent"
     takes_seed = frozenset({"native"})
+    cpp_reason = "few tokens: all heads share a reading of the latents, and one call projects before and after"
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
@@ -72,6 +73,9 @@ class MultiLatentAttention(AttentionImpl):
             return reason
         if backend == "aten":
             return None
+        if backend == "cpu":
+            given = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+            return cpu.supports(*given, **self._settled(cast(AttentionFeatures, {**features})))
         tensors = (query, query_rope, latent, key_rope, up_key, up_value)
         sizes = check_tensors(*tensors)
         if self._expands(backend, sizes, tensors, features):
@@ -111,6 +115,23 @@ class MultiLatentAttention(AttentionImpl):
         if not absorbs(sizes, query.shape[1], latent.shape[1], up_key is not None, up_value is not None):
             return self._expanded(sizes, tensors, settled)
         return AttentionOutput(attention_outputs=absorbed.multi_latent_attention(*tensors, **settled))
+
+    @backend("cpu")
+    def forward_cpp(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latent: Tensor,
+        key_rope: Tensor,
+        up_key: Optional = None,
+        up_value: Optional = None,
+        **features: Unpack[AttentionFeatures],
+    ) -> AttentionOutput:
+        tensors = self._cast_all(query, query_rope, latent, key_rope, up_key, up_value)
+        return AttentionOutput(attention_outputs=cpu.multi_latent_attention(*tensors, **self._settled(features)))
+
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self.leaves_to_cpp(kwargs) and cpu.prefers(*args, **kwargs)
 
     def run(
         self,

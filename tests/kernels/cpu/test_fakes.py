@@ -52,6 +52,14 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
             ones(2, 4, 1, 8), ones(2, 2, 5, 8).to(torch.int8), ones(2, 2, 5, 6).to(torch.int8), ones(2, 2, 5, 2),
             ones(2, 2, 5, 2), ones(2, 2, 3, 8), ones(2, 2, 3, 6), None, 4, *plain, TOP,
         )),
+        ("multi_latent", (
+            ones(2, 3, 4, 8), ones(2, 3, 4, 2), ones(2, 5, 6), ones(2, 5, 2), ones(4, 8, 6), ones(4, 7, 6), *plain, TOP,
+        )),
+        ("multi_latent", (ones(2, 3, 4, 6), ones(2, 3, 4, 2), ones(2, 5, 6), ones(2, 5, 2), None, None, *plain, TOP)),
+        ("experts_step", (
+            ones(2, 6), torch.zeros(2, 1, dtype=torch.int64), ones(2, 1), ones(3, 8, 6), *dense[1:], ones(3, 6, 4),
+            *dense[1:], 0, 1.0, 1.0, 1, TOP,
+        )),
         ("ragged_page", (
             ones(3, 4, 8), ones(2, 4, 2, 8), ones(2, 4, 2, 6), *tables, None, None, 1, *AttentionCall(right=0), 9, TOP,
         )),
