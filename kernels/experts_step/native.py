@@ -5,7 +5,7 @@ Legend: N tokens, k experts of each, D hidden size, E experts, I inner size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,4 +62,5 @@ def experts_of(stack: AnyProjection) -> int:
 
 def part_of(stack: AnyProjection, expert: int) -> AnyProjection:
     """The projection of one expert."""
-    return stack._replace(**{name: x[expert] for name, x in stack._asdict().items() if isinstance(x, Tensor)})
+    parts: dict[str, Any] = {name: x[expert] for name, x in stack._asdict().items() if isinstance(x, Tensor)}
+    return stack._replace(**parts)
