@@ -13,6 +13,8 @@ from easytorch.layers.gate import activation_of
 from easytorch.layers.linear import eager_inference, watched
 from easytorch.layers.quantized import QuantizedStacks
 
+__all__ = ["Unit", "clamped_unit", "experts_step", "stack_of", "unit_of", "unit_of_activation"]
+
 _TENSORS = (Tensor, nn.Parameter)
 
 
