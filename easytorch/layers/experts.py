@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from easytorch.kernels.experts_step.native import Unit
 from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
+from easytorch.kernels.linear.preference import ONE_FLOAT32_ROW
 from easytorch.layers.basics import activation
 from easytorch.layers.experts_step import experts_step, unit_of_activation
 from easytorch.layers.gate import gated
@@ -57,7 +58,9 @@ def _project(module: Any, name: str, rows: torch.Tensor, sizes: torch.Tensor) ->
     if hasattr(module, "quantized_experts"):
         return _project_codes(module.quantized_experts(name), rows, sizes, bias)
     weight = getattr(module, name)
-    if not module.is_transposed and weight.is_cpu and eager_inference():
+    # most experts have one row: where `linear` leaves that to ATen, the products of the others would be thrown away
+    one_row = weight.dtype != torch.float32 or ONE_FLOAT32_ROW
+    if one_row and not module.is_transposed and weight.is_cpu and eager_inference():
         few = _project_few(weight, rows, sizes.tolist(), bias)
         if few is not None:
             return few
