@@ -24,6 +24,9 @@ def experts_step(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
         return None
     if not module.has_gate or module.has_post_expert_norm or getattr(module, "scales_inputs", False):
         return None
+    # of no choice, and of what is none, the operations say what comes out
+    if top_k_index.dim() != 2 or top_k_index.is_floating_point() or top_k_index.numel() == 0:
+        return None
     unit = unit_of(module)
     if unit is None:
         return None
@@ -35,6 +38,8 @@ def experts_step(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
 def unit_of(module: Any) -> Unit | None:
     """What the module computes of gate and up; None where the operator has nothing like it."""
+    if "_apply_gate" in module.__dict__:  # an instance's own
+        return None
     own = getattr(module, "step_unit", None)
     if own is not None:
         found: Unit | None = own()

@@ -75,8 +75,7 @@ def _multiply_into(output: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     """output = left @ right + bias, summed in float32 and rounded once."""
     many = left.shape[0] >= _WIDENED_ROWS or (left.dtype == torch.float16 and right.stride(0) != 1)
     if left.dtype in products.WIDENED and many:
-        product = left.float() @ right.float()
-        output.copy_(product if bias is None else product.add_(bias))
+        output.copy_(products.in_float32(left, right.t(), bias))
     elif _for_onednn(left, right):
         output.copy_(onednn.linear(left, right.t(), bias))
     elif bias is None:

@@ -87,13 +87,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return widened_linear(x, weight, bias) if prefers_widened(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) @ b.T, b (N, K), on a CPU, in their one dtype, without gradients."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b.T + bias, b (N, K), bias (N,), on a CPU, in their one dtype, without gradients."""
     widened = widens(a.dtype, min(*a.shape, len(b)), max(a.numel(), b.numel()))
     if widened and not (batched_by_autograd(a) or batched_by_autograd(b)):
-        with torch.autocast("cpu", enabled=False):
-            return _widened(a, b)
-    return _product(a, b)
+        return in_float32(a, b, bias)
+    found = _product(a, b)
+    return found if bias is None else found.add_(bias)
+
+
+def in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` of 16 bits, whatever its size, in float32 and rounded once: autocast would narrow it again."""
+    with torch.autocast("cpu", enabled=False):
+        return _widened(a, b, bias)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -68,9 +68,8 @@ class _Linear(torch.autograd.Function):
         ctx.biases = [one.dtype for one in biases]
         joint = _joint(weights)
         with torch.autocast("cpu", enabled=False):
-            output = product(x.reshape(-1, x.shape[-1]), joint.to(x.dtype))
-            if biases:
-                output += _joint(biases).to(x.dtype)
+            bias = _joint(biases).to(x.dtype) if biases else None
+            output = product(x.reshape(-1, x.shape[-1]), joint.to(x.dtype), bias)
         return output.view(*x.shape[:-1], joint.shape[0])
 
     @staticmethod
@@ -87,7 +86,7 @@ class _Linear(torch.autograd.Function):
             if of_x:
                 grads[0] = product(by_rows, _joint(weights).to(x.dtype).t()).view(x.shape)
             if any(of_weights):
-                found = product(by_rows.t(), x.reshape(-1, x.shape[-1]).t())
+                found = _of_weight(by_rows, x.reshape(-1, x.shape[-1]))
                 grads[1:] = found.to(weights[0].dtype).split(sizes)
         if any(of_biases):
             grads += by_rows.sum(0, dtype=ctx.biases[0]).split(sizes)
@@ -95,6 +94,11 @@ class _Linear(torch.autograd.Function):
             grads += [None] * len(of_biases)
         own = [one if need else None for one, need in zip(grads, (of_x, *of_parameters), strict=True)]
         return own[0], None, *own[1:]
+
+
+def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """grad (M, N).T @ x (M, K): oneDNN, which `product` asks in float32, is the slower one here (products.py)."""
+    return product(grad.t(), x.t()) if x.dtype in WIDENED else grad.t() @ x
 
 
 def _joint(parts: Sequence[Tensor]) -> Tensor:

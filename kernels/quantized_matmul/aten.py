@@ -45,7 +45,7 @@ def _forward(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
         numbers = _numbers(weight, start, end, work)
         # one scale per row of the weight: cheaper to multiply after the product, unless x has more rows
         behind = scale.shape[1] == 1 and x.shape[0] < weight.shape[1]
-        product = rows @ (numbers if behind else numbers.mul_(scale)).t()
+        product = _multiply(rows, (numbers if behind else numbers.mul_(scale)).t(), x.dtype)
         if behind:
             product *= scale.t()
         if bias is not None:
@@ -60,8 +60,17 @@ def _input_grad(grad: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     total = torch.zeros((grad.shape[0], weight.shape[1]), dtype=wide, device=grad.device)
     rows = grad.to(work)
     for start, end in _blocks(weight):
-        total += rows[:, start:end] @ _numbers(weight, start, end, work).mul_(_scale(weight, start, end, work))
+        numbers = _numbers(weight, start, end, work).mul_(_scale(weight, start, end, work))
+        total += _multiply(rows[:, start:end], numbers, grad.dtype)
     return total.to(grad.dtype)
+
+
+def _multiply(rows: torch.Tensor, numbers: torch.Tensor, given: torch.dtype) -> torch.Tensor:
+    """rows @ numbers; in float32 for rows widened from the dtype `given`, which autocast would narrow again."""
+    if rows.dtype is given:
+        return rows @ numbers
+    with torch.autocast("cpu", enabled=False):
+        return rows @ numbers
 
 
 def _for_int8_kernel(x: torch.Tensor, weight: QuantizedWeight) -> bool:

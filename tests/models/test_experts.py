@@ -15,6 +15,7 @@ import easytorch
 from easytorch.layers import experts
 from easytorch.layers.experts import Experts, apply_experts
 from easytorch.layers.routers import load_balancing_loss
+from easytorch.models.mixtral import MixtralExperts
 from easytorch.operations.dispatch.check import relative_rms_error
 from tests.models.families import CAUSAL, EXPERTS, FAMILIES, HEADS
 from tests.models.test_parity import TOLERANCE, assert_same, seen
@@ -266,3 +267,17 @@ def test_few_rows_of_experts_go_one_by_one_to_the_operator_in_cpp(dtype, biased)
     with torch.no_grad():
         assert experts._project_few(weight, many, [64, 1, 0, 0, 0, 0], bias) is None, "some have too many rows"
     assert experts._project_few(weight.requires_grad_(), many[:3], [1, 2, 0, 0, 0, 0], bias) is None
+
+
+def test_few_tokens_of_an_odd_choice_are_those_of_the_operations(monkeypatch) -> None:
+    """No expert a token, indices that are no integers, and a gate of the instance's own."""
+    module = MixtralExperts(FAMILIES["mixtral"].config())
+    module.reset_parameters(0.3)
+    x, index, weights = torch.randn(3, module.hidden_dim), torch.tensor([[0, 2]] * 3), torch.rand(3, 2)
+    with torch.no_grad():
+        assert torch.equal(apply_experts(module, x, index[:, :0], weights[:, :0]), torch.zeros_like(x))
+        with pytest.raises(ValueError, match="integer indices"):
+            apply_experts(module, x, index.float(), weights)
+        plain = apply_experts(module, x, index, weights)
+        monkeypatch.setattr(module, "_apply_gate", lambda rows: 2.0 * type(module)._apply_gate(module, rows))
+        torch.testing.assert_close(apply_experts(module, x, index, weights), 2.0 * plain)

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from easytorch.kernels.cross_entropy import fused_linear
 from easytorch.kernels.grouped_matmul import aten as grouped
 from easytorch.kernels.linear import products, recorded
+from easytorch.kernels.quantized_matmul import aten as quantized
+from easytorch.kernels.quantized_matmul.weight import quantize
 from easytorch.layers import linear as layers
 from easytorch.operations import OperationMetadata, OperationRegistry
 
@@ -90,6 +92,7 @@ def test_training_in_sixteen_bits(dtype: torch.dtype) -> None:
     assert recorded.prefers(x, [weight])
     output, upstream = recorded.linear(x, [weight], [bias]), torch.randn(2, 40, 430).to(dtype)
     found = (output, *torch.autograd.grad(output, (x, weight, bias), upstream))
+    assert once_rounded(output.detach(), F.linear(*(one.detach().double() for one in (x, weight, bias))))
     wide = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
     exact = F.linear(*wide)
     for one, want in zip(found, (exact, *torch.autograd.grad(exact, wide, upstream.double())), strict=True):
@@ -125,3 +128,21 @@ def test_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.cat([a @ b for a, b in zip(x.double().split([40, 3, 17]), weight.double(), strict=True)])
     found = grouped.grouped_matmul(x, weight, sizes)
     assert (found.double() - expected).norm() <= (4e-3 if dtype is torch.bfloat16 else 5e-4) * expected.norm()
+    several = torch.randn(3, 96).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16 if dtype is torch.float16 else torch.float16):
+        found = grouped.grouped_matmul(x, weight, sizes, several)
+    expected += several.double().repeat_interleave(sizes, 0)
+    assert once_rounded(found[:40], expected[:40])
+    assert once_rounded(found[43:], expected[43:])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_quantized_weights_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "WIDENED", frozenset(HALVES))
+    x, weight = torch.randn(40, 128).to(dtype).requires_grad_(), quantize(torch.randn(96, 128), "nf4")
+    numbers = weight.dequantize(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16 if dtype is torch.float16 else torch.float16):
+        found = quantized.quantized_matmul(x, weight)
+        (grad,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    assert once_rounded(found.detach(), x.detach().double() @ numbers.t())
+    assert once_rounded(grad, torch.ones(40, 96, dtype=torch.float64) @ numbers)

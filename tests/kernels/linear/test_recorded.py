@@ -92,3 +92,12 @@ def test_what_is_kept_for_the_gradients_is_the_input_and_each_weight_once(monkey
     found = torch.autograd.grad(output.sin().sum(), (x, *weights, *biases))
     for one, want in zip(found, expected, strict=True):
         torch.testing.assert_close(one, want)
+
+
+def test_gradients_of_weights_in_float32_are_not_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())
+    x, weights, _ = given(biased=False)
+    output, asked, product = call(x, weights, []), [], products._product
+    monkeypatch.setattr(products, "_product", lambda a, b: (asked.append(a.shape), product(a, b))[1])
+    torch.autograd.grad(output.sum(), (x, *weights))
+    assert asked == [(ROWS, sum(SIZES))]  # of the input's gradient alone
