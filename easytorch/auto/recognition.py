@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from easytorch.function_globals import global_of
 from easytorch.layers.specialised import FORMULAS, MLP, GatedMLP, How, Norm, RotaryAttention
 
 ROTARY = "apply_rotary_pos_emb"
@@ -107,7 +107,5 @@ def _is_plain(child: nn.Module) -> bool:
 
 
 def _rotary(module: nn.Module) -> Iterator[How]:
-    forward: Any = type(module).forward
-    called = isinstance(forward, types.FunctionType) and ROTARY in forward.__code__.co_names
-    if called and isinstance(forward.__globals__.get(ROTARY), types.FunctionType):
+    if isinstance(global_of(type(module).forward, ROTARY), types.FunctionType):
         yield from (RotaryAttention(ROTARY, partial) for partial in (True, False))

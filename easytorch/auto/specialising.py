@@ -23,6 +23,7 @@ from easytorch.auto.miniature import miniature
 from easytorch.auto.module_trial import disagreement, distance_in_half
 from easytorch.auto.report import ModuleClass
 from easytorch.auto.trial import undisturbed
+from easytorch.function_globals import global_of
 from easytorch.layers.experts import OURS as EXPERTS
 from easytorch.layers.specialised import How, Norm, RotaryAttention, Specialised, specialise, turning
 
@@ -187,8 +188,7 @@ _TURNED: dict[Callable[..., Any], Verdict] = {}
 
 
 def _try_rotary(module: nn.Module, options: list[How]) -> Verdict:
-    forward: Any = type(module).forward
-    function = forward.__globals__[recognition.ROTARY]
+    function = global_of(type(module).forward, recognition.ROTARY)
     if function not in _TURNED:
         _TURNED[function] = Verdict(reason="")
         for how in options:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from easytorch.function_globals import global_of, with_global
 from easytorch.layers.fused_linear import SMALLEST_WEIGHT, FusedProjections
 from easytorch.layers.gate import gated
 from easytorch.layers.linear import linear
@@ -105,7 +106,7 @@ class RotaryAttention:
 
     def body(self, stock: type[nn.Module]) -> dict[str, Any]:
         forward: Any = stock.forward
-        ours = _with_global(forward, self.function, turning(forward.__globals__[self.function], self.partial))
+        ours = with_global(forward, self.function, turning(global_of(forward, self.function), self.partial))
 
         @functools.wraps(forward)
         def either(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -274,11 +275,3 @@ def turning(stock: Callable[..., Any], partial: bool) -> Callable[..., Any]:
         return stock(*args) if turned is None else tuple(one.transpose(1, 2) for one in turned)
 
     return turn
-
-
-def _with_global(function: Any, name: str, value: Any) -> Any:
-    """`function`, which sees `value` under the global `name`; the others are those of its module."""
-    seen = {**function.__globals__, name: value}
-    made = types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

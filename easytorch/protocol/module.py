@@ -31,6 +31,7 @@ from easytorch.protocol import (
     state,
     train_state,
 )
+from easytorch.protocol.adapter_methods import AdapterMethods
 from easytorch.protocol.attention_inputs import MaskInfo
 from easytorch.protocol.loss_config import LossConfig, LossMetrics
 from easytorch.protocol.quantization_config import QuantizationConfig
@@ -38,7 +39,7 @@ from easytorch.protocol.quantization_config import QuantizationConfig
 if TYPE_CHECKING:
     _Base = PreTrainedModel
 else:
-    _Base = object  # `PreTrainedModel` stands behind the mixin in the bases
+    _Base = AdapterMethods  # `PreTrainedModel` stands behind the mixin in the bases
 
 
 class ModuleMixin(_Base):

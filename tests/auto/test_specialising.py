@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 
 import pytest
@@ -291,3 +293,44 @@ def test_turning_the_other_way_is_seen(monkeypatch) -> None:
     right = t.models.mistral.modeling_mistral.apply_rotary_pos_emb
     assert specialising._rotary_disagreement(right, partial=False) is None
     assert specialising._rotary_disagreement(right, partial=True) is not None  # it turns whole heads alone
+
+
+def test_a_decorated_attention_keeps_its_decorator() -> None:
+    """As that of arguments under their older names."""
+    mistral = t.models.mistral.modeling_mistral
+
+    def renaming(function):
+        @functools.wraps(function)
+        def call(module, *args, **kwargs):
+            if "x" in kwargs:
+                kwargs["hidden_states"] = kwargs.pop("x")
+            return function(module, *args, **kwargs)
+
+        return call
+
+    class Turning(mistral.MistralAttention):
+        forward = renaming(inspect.unwrap(mistral.MistralAttention.forward))
+
+    torch.manual_seed(0)
+    config = t.MistralConfig(**SIZES, head_dim=128, attn_implementation="eager")
+    module, x = Turning(config, 0).eval(), torch.randn(2, 5, config.hidden_size)
+    verdict = try_module(module, candidates(module))
+    assert isinstance(verdict.how, specialised.RotaryAttention)
+    turned, angles = copy.deepcopy(module), torch.randn(1, 5, 64).repeat(1, 1, 2)
+    specialised.specialise(turned, verdict.how)
+    positions = (angles.cos(), angles.sin())
+    with torch.no_grad():
+        expected = module(x, position_embeddings=positions, attention_mask=None)[0]
+        given = turned(x=x, position_embeddings=positions, attention_mask=None)[0]
+    torch.testing.assert_close(given, expected)
+
+
+def test_a_decorator_that_holds_no_function_is_left_alone() -> None:
+    mistral = t.models.mistral.modeling_mistral
+
+    class Turning(mistral.MistralAttention):
+        @functools.wraps(mistral.MistralAttention.forward)
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert candidates(Turning(t.MistralConfig(**SIZES), 0)) == []
