@@ -182,7 +182,9 @@ def adapters(family: str) -> None:
     loss(adapted).backward()
     silent = [name for name, weight in adapted.named_parameters() if weight.requires_grad and not weight.grad.any()]
     assert not silent, silent
-    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-4)
+    # of the scale: an adapter of random numbers makes large logits, and merging rounds in another order
+    scale = max(1.0, changed.abs().max().item())
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-5, atol=2e-5 * scale)
 
 
 def new_tokens(family: str) -> None:

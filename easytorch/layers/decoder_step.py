@@ -47,6 +47,7 @@ _FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in ("forward", "p
 _ROTATIONS: dict[Any, bool] = {GroupedAttention.rotate: False, HeadNormAttention.rotate: True}
 _NORM = RMSNorm.forward
 _FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
+_READ = frozenset({"attention_mask", CACHE})  # keywords of the attention that `attention_step` looks at
 
 
 def steps(x: Tensor) -> bool:
@@ -134,7 +135,7 @@ def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:
 def _passes(kwargs: Mapping[str, Any]) -> bool:
     """Whether the other keywords of the attention change nothing."""
     for name, value in kwargs.items():
-        if value is None or name == "attention_mask" or name in attention.HARMLESS:
+        if value is None or name in _READ or name in attention.HARMLESS:
             continue
         if name != "output_attentions" or value:
             return False

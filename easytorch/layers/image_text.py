@@ -19,7 +19,7 @@ from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.heads import CausalLMHead, text_config_of
 from easytorch.layers.masks import Masks
-from easytorch.layers.tower_outputs import tower_fields
+from easytorch.layers.tower_outputs import asked_of_towers, tower_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -109,6 +109,7 @@ class ImageTextModel(ArgumentsInOrder):
     output_class: ClassVar[type[Any]]
     image_arguments: ClassVar[tuple[str, ...]] = ()
     mask_arguments: ClassVar[tuple[str, ...]] = ()
+    asks_tower: ClassVar[bool] = False  # for the attentions and hidden states that it is asked for itself
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -212,6 +213,8 @@ class ImageTextModel(ArgumentsInOrder):
             {name: kwargs.pop(name) for name in names if name in kwargs}
             for names in (self.image_arguments, self.mask_arguments)
         )
+        if self.asks_tower:
+            of_images |= asked_of_towers(self.output_class, kwargs)
         inputs_embeds, features, images = self.embed(
             input_ids, pixel_values, inputs_embeds, mm_encoder_outputs, **of_images
         )

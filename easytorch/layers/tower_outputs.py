@@ -14,6 +14,7 @@ import torch
 from transformers import modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
+_ASKING = ("output_attentions", "output_hidden_states")
 _WITH_TOWERS = {
     "BaseModelOutputWithPast": "MultimodalBaseModelOutputWithPast",
     "CausalLMOutputWithPast": "MultimodalCausalLMOutputWithPast",
@@ -26,6 +27,12 @@ def with_towers(output_class: type[ModelOutput]) -> type[ModelOutput]:
     """The output of a decoder with fields for its towers; `output_class` itself where transformers has none."""
     found: type[ModelOutput] = getattr(modeling_outputs, _WITH_TOWERS.get(output_class.__name__, ""), output_class)
     return found
+
+
+def asked_of_towers(output_class: type[ModelOutput], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a call that ask for more outputs, for the towers, where those of `output_class` have theirs."""
+    shown = any(field.name.endswith("_outputs") for field in fields(output_class))  # type: ignore[arg-type]
+    return {name: kwargs[name] for name in _ASKING if name in kwargs} if shown else {}
 
 
 def tower_fields(

@@ -21,7 +21,7 @@ from easytorch.layers.basics import check_one_input
 from easytorch.layers.image_text import ImageTextHead, check_count, is_token
 from easytorch.layers.multimodal_positions import IMAGE, VIDEO, Grid, token_positions, vision_positions
 from easytorch.layers.packed_tower import check_grids
-from easytorch.layers.tower_outputs import tower_fields, with_towers
+from easytorch.layers.tower_outputs import asked_of_towers, tower_fields, with_towers
 
 logger = logging.getLogger(__name__)
 
@@ -238,12 +238,14 @@ class VideoTextModel(ArgumentsInOrder):
         }
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
+        output_class = with_towers(self.language_model.output_class)
+        asked = asked_of_towers(output_class, kwargs)
         found = {}
         for kind, (values, grids) in pixels.items():
             outputs = (mm_encoder_outputs or {}).get(kind)
             if values is not None:
                 get: Any = getattr(self, f"get_{kind}_features")
-                outputs = get(values, grids, return_dict=True, **precomputed[kind])
+                outputs = get(values, grids, return_dict=True, **precomputed[kind], **asked)
             if outputs is None:
                 continue
             features = torch.cat(tuple(outputs.pooler_output)).to(inputs_embeds.device, inputs_embeds.dtype)
@@ -270,7 +272,6 @@ class VideoTextModel(ArgumentsInOrder):
             **self.decoder_arguments(found),
             **kwargs | {"return_dict": True},
         )
-        output_class = with_towers(type(outputs))
         towers = {kind: one for kind, (one, _) in found.items()}
         return output_class(**dict(outputs.items()), **tower_fields(output_class, towers, {}))
 

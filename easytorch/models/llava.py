@@ -46,6 +46,7 @@ class LlavaModel(ImageTextModel, LlavaPreTrainedModel):
     projector_class = LlavaMultiModalProjector
     output_class = LlavaModelOutputWithPast
     image_arguments = _OF_IMAGES
+    asks_tower = True
     arguments = (
         "input_ids",
         "pixel_values",

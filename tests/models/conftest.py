@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 import torch
-import transformers
 
 from tests.models.families import FAMILIES
+from tests.models.stock_classes import stock
 
 
 def pair(
@@ -18,7 +18,7 @@ def pair(
     """(ours, transformers' with `reference` attention), same weights, perturbed so that none is 0 or 1."""
     family = importlib.import_module(f"easytorch.models.{config.model_type.replace('-', '_')}")
     torch.manual_seed(0)
-    theirs = getattr(transformers, name)._from_config(copy.deepcopy(config), attn_implementation=reference)
+    theirs = stock(name)._from_config(copy.deepcopy(config), attn_implementation=reference)
     kept = theirs.state_dict(keep_vars=True)
     with torch.no_grad():
         for weight in theirs.parameters():
