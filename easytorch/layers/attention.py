@@ -94,6 +94,9 @@ _REFUSED = {
 # Called with the module at every attention: how easytorch.auto learns which layers use ours.
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 
+# ids of configs that say "sdpa" to transformers' continuous batching, which knows no name of ours, for "easytorch".
+SAID_TO_BATCHING: set[int] = set()
+
 
 def observed(module: nn.Module) -> None:
     """Reports to the registered callbacks that an attention layer calls ours, here or over pages and latents."""
@@ -140,6 +143,8 @@ def attend(
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = _paged(module, cache, key, value, attention_mask, kwargs)
     if cache is not None or "write_index" in kwargs:
+        if backend == "sdpa" and id(getattr(module, "config", None)) in SAID_TO_BATCHING:
+            backend = None
         for name in _OF_PAGES:
             kwargs.pop(name, None)
         cu_seq_lens_q = cu_seq_lens_k = None  # the mask decides what is attended to

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from easytorch.layers.attention import OF_STOCK, OURS
+from easytorch.layers.attention import OF_STOCK, OURS, SAID_TO_BATCHING
 
 _AS = {stock["easytorch"]: name for name, stock in OF_STOCK.items()}
 
@@ -33,14 +33,17 @@ def generate_batch(model: PreTrainedModel, generate: Callable[..., Any], inputs:
 
 @contextmanager
 def _known_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Registers our automatic choice under the name of transformers' own attention; native models keep theirs."""
+    """The configs have the names of transformers' own attention, and what they call stays ours."""
     configs = {id(config): config for module in model.modules() if (config := _ours(module)) is not None}
     names = {key: config._attn_implementation for key, config in configs.items()}
+    automatic = {key for key, name in names.items() if name == "easytorch"} - SAID_TO_BATCHING
+    SAID_TO_BATCHING.update(automatic)
     for config in configs.values():
         config._attn_implementation_internal = _AS[config._attn_implementation]
     try:
         yield
     finally:
+        SAID_TO_BATCHING.difference_update(automatic)
         for key, config in configs.items():
             config._attn_implementation_internal = names[key]
 

@@ -14,9 +14,10 @@ import easytorch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.cache_names import CACHE
 from easytorch.kernels.rotary.frequencies import inverse_frequencies
+from easytorch.layers.attention import SAID_TO_BATCHING
 from easytorch.models._bert_encoder import BertEmbeddings
 from easytorch.protocol.batching import generate_batch
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, LANGUAGE
 
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
@@ -82,6 +83,24 @@ def test_generate_batch(make_pair, llama_config) -> None:
     ours.set_attn_implementation("vanilla")
     with pytest.raises(ValueError, match=r"generate_batch runs with .*'vanilla'"):
         ours.generate_batch(prompts, generation_config=settings, continuous_batching_config=SMALL_CACHE)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_generate_batch_with_softcap_and_sinks(family, make_pair) -> None:
+    """Which PyTorch's own attention has not, and the automatic choice has: by name it is refused."""
+    row = FAMILIES[family]
+    ours, theirs = make_pair(LANGUAGE[family], row.config(), row.reference, attn_implementation="easytorch")
+    settings = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts, batched = [[5, 9, 33], [4, 4, 90, 12, 60]], {"continuous_batching_config": SMALL_CACHE}
+    results = [
+        {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
+        for found in (model.generate_batch(prompts, generation_config=settings, **batched) for model in (ours, theirs))
+    ]
+    assert results[0] == results[1] and len(results[0]) == 2
+    assert not SAID_TO_BATCHING
+    ours.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="finished 0 of 2 requests"):
+        ours.generate_batch(prompts, generation_config=settings, **batched)
 
 
 def test_generate_batch_raises_what_went_wrong(make_pair, llama_config) -> None:
