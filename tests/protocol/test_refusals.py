@@ -206,7 +206,7 @@ REFUSED_CACHES = {
     "mask of a shape": (prompt(attention_mask=IDS[:, :3]), ValueError, r"attention_mask \(2, 3\) must have the shape"),
     "two masks": (prompt(attention_mask=IDS, mask_info=MaskInfo(attention_mask=IDS)), ValueError, "one mask"),
     "segments": (prompt(mask_info=MaskInfo.from_segments(SEGMENTS)), ValueError, "no segments"),
-    "no cache": (lambda: check_cache(metadata(), None), ValueError, "and none are given"),
+    "no cache": (lambda: check_cache(metadata(), None), ValueError, "and none is given"),
     "a cache of tuples": (lambda: check_cache(metadata(), ((IDS,),)), ValueError, "not tuple"),
     "other layers": (
         lambda: check_cache(metadata(), transformers.DynamicCache(config=LlamaConfig(num_hidden_layers=3))),
