@@ -235,6 +235,8 @@ def test_packed_sequences_are_apart(name, as_object):
 
 @pytest.mark.parametrize("name", ["codegen", "openai-gpt"])
 def test_a_class_that_does_not_keep_them_apart_is_refused(name):
+    if name == "codegen" and hasattr(transformers.models.codegen.modeling_codegen, "ALL_ATTENTION_FUNCTIONS"):
+        name = "openai-gpt"  # CodeGen was written anew in transformers 5.24, and keeps them apart
     sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4}
     more = {"rotary_dim": 4} if name == "codegen" else {}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **sizes, **more))
