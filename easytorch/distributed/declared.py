@@ -83,6 +83,24 @@ def expanded_plan(model: nn.Module, kind: str) -> dict[str, str]:
     return found
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> the first of the names that the weight has: one for most, two or more for a tied weight.
+
+    `from_pretrained` makes a model on the meta device and ties its weights when they are loaded: they count as tied.
+    """
+    by_identity: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {name: by_identity.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    order = {name: place for place, name in enumerate(parameters)}
+    to_tie: Any = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in to_tie.items():
+        if target in found and source in found and parameters[target].is_meta:
+            names = {found[target], found[source]}
+            first = min(names, key=order.__getitem__)
+            found.update({name: first for name, other in found.items() if other in names})
+    return found
+
+
 def by_style(style: str | None, ndim: int) -> tuple[int | None, int]:
     """(the dimension of a parameter that the style shards, its parts); (None, 1) where it is replicated."""
     if style is None:

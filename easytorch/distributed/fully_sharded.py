@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from easytorch.distributed.declared import generic_name
+from easytorch.distributed.declared import first_names, generic_name
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
@@ -44,16 +44,19 @@ def shard_fully(
 
 def shard_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec], sizes: Mapping[str, int]) -> dict[int, int]:
     """id of a parameter -> the dimension that is sharded over "fsdp"; `ValueError` for one that a rule names and that
-    does not divide. FSDP2 pads the first dimension alone."""
-    dims = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), 0)
-        if dim:
-            spec = tuple(AXIS if index == dim else None for index in range(parameter.ndim))
-            if (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
-                raise ValueError(f"{name}: {why}")
-        dims[id(parameter)] = dim
-    return dims
+    does not divide, and for two of one tied weight. FSDP2 pads the first dimension alone."""
+    first, dims = first_names(model), dict[str, int]()
+    for name, other in first.items():
+        dim = next((dim for dim, axes in enumerate(rules.get(name, ())) if AXIS in axis_names(axes)), None)
+        if dim is not None and dims.setdefault(other, dim) != dim:
+            raise ValueError(f"{other} and {name} are one tied weight, and the partition rules shard them differently")
+    for name in dims:
+        parameter = model.get_parameter(name)
+        spec = tuple(AXIS if index == dims[name] else None for index in range(parameter.ndim))
+        if dims[name] and (why := uneven_dimension(parameter.shape, spec, sizes)) is not None:
+            raise ValueError(f"{name}: {why}")
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {id(parameter): dims.get(first[name], 0) for name, parameter in parameters}
 
 
 def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from easytorch.distributed.declared import by_style, expanded_plan
+from easytorch.distributed.declared import by_style, expanded_plan, first_names
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
 AXIS = "tp"
@@ -41,14 +41,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
 
     size = ranks.size()
     stored = stored_dimensions(model, rules)
-    plan = expanded_plan(model, "tp_plan")
-    names = {name for name, _ in model.named_modules()}
-    if adapted := next((name for name in plan if f"{name}.base_layer" in names), None):
-        raise NotImplementedError(
-            f"{adapted} has an adapter, which is not divided over tp: merge it (unwrap_lora_to_layers), or shard the "
-            "model over dp and fsdp"
-        )
-    plan = dividing_plan(model, plan, stored, size, replicate)
+    plan = dividing_plan(model, expanded_plan(model, "tp_plan"), stored, size, replicate)
     if replicate:
         stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
     # by the names that the model's modules and parameters have: a tied weight has one of its two
@@ -95,9 +88,7 @@ def stored_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec]) -> d
         name: next((dim for dim, axes in enumerate(spec) if AXIS in axis_names(axes)), None)
         for name, spec in rules.items()
     }
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
+    for name, other in first_names(model).items():
         if name in found and found.setdefault(other, found[name]) != found[name]:
             raise ValueError(f"{other} and {name} are one tied weight, and the partition rules shard them differently")
         if other in found:
@@ -190,6 +181,12 @@ def checked_plan(model: nn.Module, size: int, rules: Mapping[str, PartitionSpec]
     if not plan and not any(dim is not None for dim in stored.values()):
         raise NotImplementedError(
             f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
+        )
+    names = {name for name, _ in model.named_modules()}
+    if adapted := next((name for name in plan if f"{name}.base_layer" in names), None):
+        raise NotImplementedError(
+            f"{adapted} has an adapter, which is not divided over tp: merge it (unwrap_lora_to_layers), or shard the "
+            "model over dp and fsdp"
         )
     return dividing_plan(model, plan, stored, size, replicate)
 

@@ -35,7 +35,10 @@ def stage_refusal(model: Any) -> str | None:
     for name, _ in backbone.named_parameters():
         if name.partition(".")[0] not in names:
             return f"{name} belongs to no layer, nor to {names[0]} and {names[2]}"
-    if any(one is parameter for one in model.lm_head.parameters() for parameter in backbone.parameters()):
+    to_tie = getattr(model, "all_tied_weights_keys", None) or {}  # which `from_pretrained` does when it has loaded them
+    if any(one.is_meta and f"lm_head.{name}" in to_tie for name, one in model.lm_head.named_parameters()) or any(
+        one is parameter for one in model.lm_head.parameters() for parameter in backbone.parameters()
+    ):
         return f"lm_head and {names[0]} are one tied weight: set tie_word_embeddings to false in the config"
     if getattr(model.config, "output_router_logits", False):
         return "output_router_logits is set, and a load balancing loss needs the routers of all layers"

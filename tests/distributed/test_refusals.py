@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,59 @@ def test_rules_are_checked_too() -> None:
             continue
         with pytest.raises(ValueError, match=message):
             check_sharding(model, axes, {name: spec})
+
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "mesh", "rules", "dim"),
+    [
+        (TIED, "fsdp=2", [("embed_tokens", (None, "fsdp"))], 1),  # the head's own default, 0, took its place
+        (TIED, "fsdp=2", [("lm_head", (None, "fsdp"))], 1),
+        ({**GPT2, "vocab_size": 64}, "tp=2", [("wte", (None, "tp"))], 1),  # without a plan the rule alone decides
+        ({**GPT2, "vocab_size": 64}, "tp=2", [("lm_head", ("tp", None))], 0),
+    ],
+)
+def test_a_rule_of_either_name_shards_a_tied_weight(
+    tmp_path: Path, settings: dict[str, Any], mesh: str, rules: Any, dim: int, loaded: bool
+) -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(config_of(settings))
+    if loaded:
+        model.save_pretrained(tmp_path)
+    with ranks(2):
+        if loaded:
+            model = easytorch.AutoModelForCausalLM.from_pretrained(
+                tmp_path, mesh=make_mesh(mesh), partition_rules=rules
+            )
+        else:
+            shard_model(model, rules, make_mesh(mesh))
+        weight = model.get_output_embeddings().weight
+        assert weight is model.get_input_embeddings().weight
+        assert weight.placements[0].dim == dim
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_tied_weights_are_refused_while_they_are_loaded_too(tmp_path: Path, loaded: bool) -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(config_of(TIED))
+    model.save_pretrained(tmp_path)
+    two = [("embed_tokens", (None, "fsdp")), ("lm_head", ("fsdp", None))]
+    cases: list[tuple[str, Any, str]] = [("pp=2", None, "one tied weight"), ("fsdp=2", two, "shard them differently")]
+    for mesh, rules, message in cases:
+        with ranks(2), pytest.raises((ValueError, NotImplementedError), match=message):
+            if loaded:
+                easytorch.AutoModelForCausalLM.from_pretrained(tmp_path, mesh=make_mesh(mesh), partition_rules=rules)
+            else:
+                shard_model(model, rules, make_mesh(mesh))
+
+
+def test_an_adapter_over_tp_leaves_the_model_as_it_was() -> None:
+    model: Any = easytorch.AutoModelForCausalLM.from_config(config_of(LLAMA))
+    model.apply_lora_to_layers(2, "q_proj", rngs=0)
+    names = [name for name, _ in model.named_parameters()]
+    with ranks(4), pytest.raises(NotImplementedError, match="q_proj has an adapter"):
+        shard_model(model, mesh=make_mesh("pp=2,tp=2"))  # the stages were made first
+    assert [name for name, _ in model.named_parameters()] == names
