@@ -185,7 +185,9 @@ def _masks_by_positions(kind: type[torch.nn.Module]) -> bool:
         calls = re.findall(r"\bcreate_causal_mask\((.*?)\n?\s*\)\n", inspect.getsource(kind.forward), re.DOTALL)
     except (OSError, TypeError):  # a class made at run time
         return True
-    return all("position_ids" in call or "**" in call for call in calls)
+    # keywords passed on as they came may have positions; those of the cache's name alone have none
+    passed_on = re.compile(r"\bposition_ids\b|\*\*(?!cache_keyword|state_keyword)")
+    return all(passed_on.search(call) for call in calls)
 
 
 def _arguments(model: PreTrainedModel) -> set[str]:

@@ -196,14 +196,17 @@ def test_what_aten_lacks_goes_to_the_definition() -> None:
     torch.testing.assert_close(explicit, F.cross_entropy(logits, labels))
 
 
-@pytest.mark.parametrize(("name", "cpu"), [("cross_entropy", "aten"), ("fused_linear_cross_entropy", "native")])
-def test_the_path_of_each_platform(name: str, cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "cpu", "tpu"),
+    [("cross_entropy", "aten", "native"), ("fused_linear_cross_entropy", "native", "xla")],
+)
+def test_the_path_of_each_platform(name: str, cpu: str, tpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(installed.INSTALLED, "triton", True)
     call = loss(name).typical_call()
     assert call is not None
     found = {platform: loss(name).choose_on(platform, *call).backend for platform in PLATFORMS}
-    assert found == {"cpu": cpu, "cuda": "triton", "rocm": "triton", "tpu": "native"}
+    assert found == {"cpu": cpu, "cuda": "triton", "rocm": "triton", "tpu": tpu}
     assert "float64" in loss(name, runtime_dtype=torch.float64).choose_on("cuda", *call).reason
     real = [torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)]
     with pytest.raises(UnsupportedOperationError, match="runs on cuda, rocm, the tensors are on cpu"):

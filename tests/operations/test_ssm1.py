@@ -84,7 +84,8 @@ def test_wide_channels_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(scan, "BLOCK", 64)
     cut = ssm1()(leaf, x.abs(), A, B, B).outputs
     torch.testing.assert_close(cut, whole)
-    torch.testing.assert_close(torch.autograd.grad(cut.square().sum(), leaf), grad)
+    found = torch.autograd.grad(cut.square().sum(), leaf)
+    torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-6 * grad[0].abs().max().item())
 
 
 @pytest.mark.parametrize("forced", [None, "native"])
