@@ -74,7 +74,7 @@ def _groups(group_sizes: torch.Tensor, rows: int) -> Iterator[tuple[int, int, in
 def _multiply_into(output: torch.Tensor, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> None:
     """output = left @ right + bias, summed in float32 and rounded once."""
     many = left.shape[0] >= _WIDENED_ROWS or (left.dtype == torch.float16 and right.stride(0) != 1)
-    if left.dtype in products.WIDENED and many:
+    if left.dtype in products.WIDENED_PARTS and many:
         output.copy_(products.in_float32(left, right.t(), bias))
     elif _for_onednn(left, right):
         output.copy_(onednn.linear(left, right.t(), bias))
@@ -93,7 +93,7 @@ def _for_grouped_mm(x: torch.Tensor, matrices: torch.Tensor, groups: list[tuple[
     if largest == 0 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     slow = largest >= 2 * _WIDENED_ROWS or (x.dtype == torch.float16 and matrices.stride(1) != 1)
-    if x.dtype in products.WIDENED and slow:
+    if x.dtype in products.WIDENED_PARTS and slow:
         return False
     if _for_onednn(x[:largest], matrices[0]):
         return False

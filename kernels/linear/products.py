@@ -42,6 +42,8 @@ WIDENED = frozenset(
     for dtype, has in zip(HALVES, (processor.BFLOAT16_PRODUCTS, processor.FLOAT16_PRODUCTS), strict=True)
     if processor.AVX2 and not has
 )
+# The same for weights that are decoded and for experts, where float16 is widened on other kinds of CPUs too.
+WIDENED_PARTS = WIDENED if processor.AVX2 else frozenset({torch.float16})
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from easytorch.kernels.linear.products import WIDENED
+from easytorch.kernels.linear.products import WIDENED_PARTS
 from easytorch.kernels.quantized_matmul import cpu_layout, operators
 from easytorch.kernels.quantized_matmul.aten_decode import from_e4m3fn, from_pairs
 from easytorch.kernels.quantized_matmul.formats import spread
@@ -87,7 +87,7 @@ def _for_int4_kernel(x: torch.Tensor) -> bool:
 
 def _working_dtype(x: torch.Tensor) -> torch.dtype:
     """16 bits are multiplied in float32 where the CPU has no instructions for them: it takes 4 to 9 times as long."""
-    return torch.float32 if x.dtype in WIDENED else x.dtype
+    return torch.float32 if x.dtype in WIDENED_PARTS else x.dtype
 
 
 def _blocks(weight: QuantizedWeight) -> list[tuple[int, int]]:

@@ -31,8 +31,8 @@ NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 WITH_GRADIENTS = ("cross_entropy", "flash", "geglu", "layer_norm", "rms_norm", "swiglu")
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
-        "causal_conv1d", "decode", "gated_delta_rule", "multi_latent_attention", "ragged_page_attention", "rotary", "ssm1",
-        "ssm2",
+        "causal_conv1d", "decode", "gated_delta_rule", "multi_latent_attention", "ragged_page_attention", "rotary",
+        "ssm1", "ssm2",
         *WITH_GRADIENTS,
     )
 ]  # fmt: skip

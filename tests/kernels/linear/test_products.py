@@ -21,6 +21,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 @pytest.fixture(autouse=True)
 def widened_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "WIDENED", frozenset(HALVES))
+    monkeypatch.setattr(products, "WIDENED_PARTS", frozenset(HALVES))
     monkeypatch.setattr(recorded, "WIDENED", frozenset(HALVES))
     monkeypatch.setattr(products, "AT_ONCE", 2**13)  # several blocks, and a part of one
 
@@ -138,7 +139,7 @@ def test_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_quantized_weights_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "WIDENED", frozenset(HALVES))
+    monkeypatch.setattr(quantized, "WIDENED_PARTS", frozenset(HALVES))
     x, weight = torch.randn(40, 128).to(dtype).requires_grad_(), quantize(torch.randn(96, 128), "nf4")
     numbers = weight.dequantize(torch.float64)
     with torch.autocast("cpu", torch.bfloat16 if dtype is torch.float16 else torch.float16):
