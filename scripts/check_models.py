@@ -184,7 +184,7 @@ def adapters(family: str) -> None:
     assert not silent, silent
     # of the scale: an adapter of random numbers makes large logits, and merging rounds in another order
     scale = max(1.0, changed.abs().max().item())
-    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-5, atol=2e-5 * scale)
+    torch.testing.assert_close(logits(adapted.merge_and_unload()), changed, rtol=1e-4, atol=1e-4 * scale)
 
 
 def new_tokens(family: str) -> None:
