@@ -26,11 +26,12 @@ def _has(cpuinfo: str, *flags: str) -> bool:
     return set(flags) <= set(next(lines, "").split())
 
 
-# read at import: a traced function could not read the file
-VENDOR = _vendor(_cpuinfo())
+# read at import, once: a traced function could not read the file
+_CPUINFO = _cpuinfo()
+VENDOR = _vendor(_CPUINFO)
 # The C++ operators were measured on CPUs with these, and are chosen on no others: of levels.h the second and the third.
-AVX2 = _has(_cpuinfo(), "avx2", "fma", "f16c")
-AVX512 = AVX2 and _has(_cpuinfo(), "avx512f", "avx512bw", "avx512dq", "avx512vl")
-BFLOAT16_PRODUCTS = _has(_cpuinfo(), "avx512_bf16") or _has(_cpuinfo(), "amx_bf16")
-FLOAT16_PRODUCTS = _has(_cpuinfo(), "avx512_fp16") or _has(_cpuinfo(), "amx_fp16")
-BYTE_DOT_PRODUCTS = AVX512 and _has(_cpuinfo(), "avx512_vnni")
+AVX2 = _has(_CPUINFO, "avx2", "fma", "f16c")
+AVX512 = AVX2 and _has(_CPUINFO, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+BFLOAT16_PRODUCTS = _has(_CPUINFO, "avx512_bf16") or _has(_CPUINFO, "amx_bf16")
+FLOAT16_PRODUCTS = _has(_CPUINFO, "avx512_fp16") or _has(_CPUINFO, "amx_fp16")
+BYTE_DOT_PRODUCTS = AVX512 and _has(_CPUINFO, "avx512_vnni")
