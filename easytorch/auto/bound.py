@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,34 +11,9 @@ from transformers import PreTrainedModel
 
 from easytorch.bridge.memory.tree import Tree
 from easytorch.protocol import conversion
+from easytorch.protocol.adapter_methods import adapter_methods_of
 from easytorch.protocol.batching import generate_batch
-
-
-class Bound:
-    """`function(model, ...)` as an attribute of the model, with only a weak reference to it.
-
-    A strong reference would make a cycle, and a deleted model's weights would stay until the garbage collector runs.
-    """
-
-    def __init__(self, function: Callable[..., Any], model: PreTrainedModel) -> None:
-        self.function = function
-        self._model = weakref.ref(model)
-        self.__doc__ = function.__doc__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self._alive(), *args, **kwargs)
-
-    def _alive(self) -> PreTrainedModel:
-        model = self._model()
-        if model is None:
-            raise ReferenceError(f"the model that {self.function.__name__} belongs to has been deleted; keep it")
-        return model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return Bound(self.function, copy.deepcopy(self._alive(), memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Bound, (self.function, self._alive())
+from easytorch.protocol.bound_method import Bound
 
 
 class Transform:
@@ -60,16 +33,20 @@ class Transform:
 
 
 def bridge_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The public names of `BridgeMixin`, for `model`, and `generate_batch`."""
+    """The public names of `BridgeMixin`, for `model`, `generate_batch`, and the methods of adapters."""
     transform = Transform(type(model), model.config, tuple(model.state_dict()))
     batching = {"generate_batch": Bound(_generate_batch, model)} if hasattr(type(model), "generate_batch") else {}
-    return batching | {
-        "to_torch": Bound(conversion.to_torch, model),
-        "to_flax": Bound(conversion.to_flax, model),
-        "from_flax": FromFlax(type(model)),
-        "transform_fn": transform,
-        "pure_transform_fn": transform,
-    }
+    return (
+        batching
+        | adapter_methods_of(model)
+        | {
+            "to_torch": Bound(conversion.to_torch, model),
+            "to_flax": Bound(conversion.to_flax, model),
+            "from_flax": FromFlax(type(model)),
+            "transform_fn": transform,
+            "pure_transform_fn": transform,
+        }
+    )
 
 
 def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,13 +14,13 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoBackboneClass
 
-from easytorch.auto.bound import Bound
 from easytorch.auto.plugging import AttentionChoice, attention_for, plug_attention, plug_bridge, settled
 from easytorch.auto.report import ModuleClass, report_on
 from easytorch.auto.specialising import specialise_modules
 from easytorch.auto.switching import set_attention
 from easytorch.bridge.core.json_files import read_json
 from easytorch.protocol import conversion
+from easytorch.protocol.bound_method import Bound
 from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, check_config, inferred_config
 from easytorch.protocol.gguf_loading import gguf_config
 from easytorch.protocol.load_checks import check_loaded_foreign

@@ -192,7 +192,8 @@ def attend(
         if attended is not None:
             return attended, None
     output = operation(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **features)
-    return output.attention_outputs, output.attention_weights
+    # contiguous, as of transformers' functions: Dory takes a view of it
+    return output.attention_outputs.contiguous(), output.attention_weights
 
 
 def _over_ranks(shard: SequenceShard, backend: str | None, features: dict[str, Any]) -> Callable[..., Any]:

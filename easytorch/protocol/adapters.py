@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from easytorch.layers.quantized import QuantizedLinear
+from easytorch.protocol.adapter_methods import give_adapter_methods, take_adapter_methods
 from easytorch.protocol.foreign_calls import unwatch_calls, watch_calls
 
 # PEFT's ways to begin that leave the weights alone; the others (pissa, olora, ...) take from the weights what the
@@ -92,7 +93,8 @@ def add_described_adapters(model: Any, described: Sequence[Sequence[Any]], activ
 
 
 def keep_what_adapters_change(model: PreTrainedModel, layers: dict[str, Any], init: bool | str) -> None:
-    """Notes what training and `init` change in `model`, for `take_out` to restore."""
+    """Notes what training and `init` change in `model`, for `take_out` to restore; called before one is added."""
+    give_adapter_methods(model)
     if not adapter_names(model):
         watch_calls(model)
         vars(model)[_REQUIRED] = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -242,6 +244,7 @@ def take_out(model: PreTrainedModel, *, merged: bool = False) -> None:
     vars(model).pop("_hf_peft_config_loaded", None)  # False by the class
     vars(model).pop("peft_config", None)
     unwatch_calls(model)
+    take_adapter_methods(model)
     # `load_adapter` leaves the renamings of the adapter's file where `save_pretrained` looks for those of the model's.
     kept = vars(model).get("_weight_conversions") or ()
     if any("base_model" in pattern or "lora_" in pattern for one in kept for pattern in one.source_patterns):

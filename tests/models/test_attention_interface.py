@@ -69,6 +69,18 @@ def test_arguments_reach_the_operation(backend, given, expected, heads) -> None:
     torch.testing.assert_close(output, definition(*heads, **expected), **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("length", [1, T])
+@pytest.mark.parametrize("learning", [False, True])
+def test_outputs_can_be_viewed_as_those_of_transformers(name, length, learning, heads) -> None:
+    query, key, value = (one.requires_grad_(learning) for one in heads)
+    for mask in (None, torch.ones(B, 1, length, S, dtype=torch.bool)):
+        if name.endswith("eager_mask") and mask is not None:
+            mask = torch.zeros(mask.shape)
+        output, _ = interface_of(name)(Module(False), query[:, :, :length], key, value, mask)
+        assert output.view(B, length, -1).shape == (B, length, H * D)
+
+
 @pytest.mark.parametrize("backend", [None, "vanilla", "flash"])
 def test_masks(backend, heads) -> None:
     seen = torch.rand(B, 1, T, S) > 0.4
