@@ -10,6 +10,7 @@ import torch
 import transformers as t
 
 import easytorch
+from easytorch.auto.report import attention_layers
 from easytorch.layers.attention import OBSERVERS
 
 pytestmark = pytest.mark.usefixtures("without_native_families")
@@ -190,6 +191,17 @@ def test_the_count_survives_copies_failures_and_compilation() -> None:
     compiled = torch.compile(make(copy.deepcopy(DECODERS["gpt2"])).eval(), backend="eager", fullgraph=True)
     with torch.no_grad():
         compiled(IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+def test_a_layer_called_by_itself_leaves_nothing_behind(kind: str) -> None:
+    model, before = easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(DECODERS[kind])).eval(), list(OBSERVERS)
+    layer = model.get_submodule(next(iter(attention_layers(model))))
+    with pytest.raises(TypeError):
+        layer()
+    assert before == OBSERVERS and model.easytorch_report.called is None
+    model(IDS)
+    assert before == OBSERVERS and len(model.easytorch_report.called) == 2
 
 
 def test_lora_on_a_plugged_model(tmp_path) -> None:

@@ -120,32 +120,44 @@ def _around(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
 
 
 class _FirstForward:
-    """Records, during the first forward, which attention layers call ours."""
+    """Records, during the first forward, which attention layers call ours.
+
+    It listens only while one of the layers runs: a forward that stops half way, or a layer called by itself, leaves
+    nothing among `OBSERVERS`, which belong to the process.
+    """
 
     def __init__(self, model: PreTrainedModel, report: Report, layers: dict[str, nn.Module]) -> None:
         self.model = model
         self.report = report
         self.names: dict[int, str] = {}
+        self.entered = False
         self.seen: set[str] = set()
         # generate() runs an encoder before the model: recording starts with the first layer, wherever it is
-        self.handles: list[RemovableHandle] = [layer.register_forward_pre_hook(self.start) for layer in layers.values()]
+        self.handles: list[RemovableHandle] = []
+        for layer in layers.values():
+            self.handles.append(layer.register_forward_pre_hook(self.enter))
+            self.handles.append(layer.register_forward_hook(self.leave, always_call=True))
         self.handles.append(_around(model, tuple(layers)).register_forward_hook(self.finish, always_call=True))
 
-    def start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self.observe in OBSERVERS:
             return
-        self.names = {id(layer): name for name, layer in attention_layers(self.model).items()}
+        if id(module) not in self.names:  # a copy of the model copies its hooks, and its layers are others
+            self.names = {id(layer): name for name, layer in attention_layers(self.model).items()}
+        self.entered = True
         OBSERVERS.append(self.observe)
 
     def observe(self, module: nn.Module) -> None:
         if id(module) in self.names:
             self.seen.add(self.names[id(module)])
 
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.observe in OBSERVERS:
+            OBSERVERS.remove(self.observe)
+
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.observe not in OBSERVERS:
-            return
-        OBSERVERS.remove(self.observe)
-        if output is None:  # the forward failed: record the next one
+        entered, self.entered = self.entered, False
+        if not entered or output is None:  # nothing was recorded, or the forward failed: record the next one
             return
         for handle in self.handles:
             handle.remove()

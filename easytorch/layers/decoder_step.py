@@ -68,7 +68,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
         return None
     attention_: Any = module
     config, past = attention_.config, kwargs.get(CACHE)
-    if past is None or attention.OBSERVERS or attn_implementation(config) != "easytorch" or wants_attentions(config):
+    if past is None or attn_implementation(config) != "easytorch" or wants_attentions(config):
         return None
     features = attention_.features()
     if not (features.keys() <= _FEATURES and _passes(kwargs)) or (module.training and attention_.attention_dropout):
@@ -101,6 +101,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
         return None
     # looked at one by one above: `contract.resolve` takes as long as a small product
     call = AttentionCall(mask=mask, sinks=sinks, scale=scale, softcap=softcap)
+    attention.observed(module)
     attended = cpu.attention_step(x, weights, positions, slot, call)
     target.written()
     return attended

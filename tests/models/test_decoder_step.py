@@ -356,7 +356,7 @@ def test_what_asks_for_more_runs_the_modules(monkeypatch: pytest.MonkeyPatch) ->
         seen: list[nn.Module] = []
         with monkeypatch.context() as patch:
             patch.setattr(attention, "OBSERVERS", [seen.append])
-            assert steps() == LAYERS and len(seen) == 2 * LAYERS, "who watches attentions"
+            assert steps() == 2 * LAYERS and len(seen) == 2 * LAYERS, "the step says which layers call ours"
         one.set_attn_implementation("sdpa")
         assert steps() == LAYERS, "an attention that was asked for by name"
         one.set_attn_implementation("easytorch")
