@@ -272,6 +272,8 @@ class Bench:
             **os.environ, "OMP_NUM_THREADS": str(THREADS // processes), "HF_HUB_OFFLINE": "1",
             "BENCH_STARTED": str(time.time()),
         }  # fmt: skip
+        # installed packages have their bytecode: so has a checkout, but where this forbids to write it
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         done = subprocess.run(
             [*command, *(["--quick"] if self.quick else [])], env=environment, capture_output=True, text=True
         )
