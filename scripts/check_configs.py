@@ -39,6 +39,7 @@ from transformers.activations import ACT2FN  # noqa: E402
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
+from tests.models import stock_classes  # noqa: E402
 from tests.models.families import FAMILIES, LANGUAGE  # noqa: E402
 from tests.models.test_parity import inputs_for, seen  # noqa: E402
 
@@ -122,7 +123,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 def stock(name: str, config: Any, reference: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(copy.deepcopy(config), attn_implementation=reference)
+    model = stock_classes.stock(name)._from_config(copy.deepcopy(config), attn_implementation=reference)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the others want sizes that are multiples of 16 bytes
     with torch.no_grad():

@@ -40,6 +40,7 @@ from easytorch.cache_names import CACHE  # noqa: E402
 from scripts.model_fuzzing import other_families as others  # noqa: E402
 from scripts.model_fuzzing import special_settings  # noqa: E402
 from tests.models.families import CAUSAL, DECODERS, EXPERTS, FAMILIES, LANGUAGE, RECURRENT  # noqa: E402
+from tests.models.stock_classes import stock  # noqa: E402
 
 VOCABULARY, LONGEST = 61, 48
 ACTIVATIONS = (
@@ -251,7 +252,7 @@ def pair(family: str, head: str, config: Any) -> tuple[Any, Any]:
     ours_class = getattr(importlib.import_module(f"easytorch.models.{family}"), head)
     ours = ours_class._from_config(copy.deepcopy(config))
     try:
-        theirs = getattr(transformers, head)._from_config(copy.deepcopy(config), attn_implementation=reference)
+        theirs = stock(head)._from_config(copy.deepcopy(config), attn_implementation=reference)
     except Exception as error:  # as in `run`
         raise NotRun(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}, where ours is made") from error
     if theirs._can_set_experts_implementation():
