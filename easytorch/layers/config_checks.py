@@ -62,6 +62,10 @@ def check_counts(config: PreTrainedConfig, least_counts: Mapping[str, int]) -> N
     for name, value in vars(config).items():
         if name.endswith(_COUNTED) and isinstance(value, int | float) and value < 0:
             raise ValueError(f"{config.model_type}: config.{name}={value!r} must not be negative")
+    for name in config.sub_configs:  # a projector is made of the widths of its parts, before they check the rest
+        width = getattr(getattr(config, name, None), "hidden_size", None)
+        if isinstance(width, int) and width < 1:
+            raise ValueError(f"{config.model_type}: config.{name}.hidden_size={width} must be an integer of 1 or more")
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(heads, int):
         return

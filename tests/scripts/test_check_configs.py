@@ -27,6 +27,7 @@ CASES = (
     ("qwen3_next", "layer_types"),
     ("dinov3_vit", "num_attention_heads"),
     ("t5", "feed_forward_proj"),
+    ("mistral3", "hidden_size"),
 )
 
 
