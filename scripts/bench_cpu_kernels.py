@@ -65,6 +65,8 @@ PAGES = [
 ROWS, NORM_WIDTH, GATE_WIDTH, HEADS = (1, 16, 512), 1024, 4096, (16, 8, 64)
 # (B, H, K, T, D) of attention of many queries, and of its training.
 PREFILLS = [(1, 16, 16, 1024, 64), (1, 32, 8, 4096, 128)]
+# (B, H, T, D) of training with a bias.
+BIASED = [(8, 8, 128, 64), (4, 8, 512, 64)]
 # Tokens of the recurrences.
 TOKENS = (1, 512, 4096)
 ROUNDS, BYTES = 15, 2**28
@@ -345,7 +347,34 @@ def prefill() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    return many_queries(train=True)
+    return many_queries(train=True) | trained_bias()
+
+
+def trained_bias() -> dict[str, Any]:
+    """Attention with a trained bias (1, H, T, T), as T5's, forward and backward, beside SDPA's."""
+    found = {}
+    operation = OperationRegistry.create("flash", OperationMetadata(backend="cpu"))
+    for batch, heads, length, dim in BIASED:
+        for dtype in DTYPES[:2]:
+            generator = torch.Generator().manual_seed(0)
+            shapes = [(batch, length, heads, dim)] * 4 + [(1, heads, length, length)]
+            upstream, *given = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+            given = [x.requires_grad_() for x in given]
+
+            def sdpa(given: list[torch.Tensor] = given) -> torch.Tensor:
+                turned = (x.transpose(1, 2) for x in given[:3])
+                return F.scaled_dot_product_attention(*turned, attn_mask=given[3]).transpose(1, 2)
+
+            def ours(given: list[torch.Tensor] = given) -> torch.Tensor:
+                output: torch.Tensor = operation(*given[:3], bias=given[3]).attention_outputs
+                return output
+
+            def run(way: Callable[[], torch.Tensor], given: Any = given, upstream: torch.Tensor = upstream) -> Any:
+                return torch.autograd.grad(way(), given, upstream)
+
+            ways = {"cpu": lambda _, run=run, way=ours: run(way), "sdpa": lambda _, run=run, way=sdpa: run(way)}
+            found[f"bias B{batch} H{heads} T{length} D{dim} {str(dtype)[6:]}"] = medians(ways, 1, rounds=5)
+    return found
 
 
 def recurrent() -> dict[str, Any]:

@@ -20,9 +20,6 @@ from easytorch.kernels.interop.torch_func import recording
 
 def supports(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> str | None:
     """None when `attention` carries this call, else the reason. Asking may build the library."""
-    bias = features.get("bias")
-    if isinstance(bias, Tensor) and recording(bias):
-        return "it has no gradient of a bias"
     return cpp_call.refusal(query, key, value, features, gradients=True)
 
 
@@ -44,7 +41,7 @@ def preferred(query: Tensor, key: Tensor, value: Tensor, **features: Any) -> Ten
 
 def run(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, level: int) -> Tensor:
     """`attention` of a resolved call."""
-    if recording(query, key, value, call.sinks):
+    if recording(query, key, value, call.bias, call.sinks):
         return cpu_gradient.attention(query, key, value, call, level)
     output: Tensor = torch.ops.easytorch_cpu.flash.default(
         last_dim_contiguous(query),

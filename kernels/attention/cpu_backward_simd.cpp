@@ -27,6 +27,7 @@ struct Memory {
   float *grad_query, *grad_keys, *grad_values;                      // (columns, queries), (keys, dim), (keys, value_dim)
   float *minus_logsumexp, *minus_delta;                             // of a head
   float *scores, *gradients, *slopes;                               // of a block
+  float* bias;  // of a block, then the gradients of its biased scores; null without a bias
   char *weights, *score_grads, *pairs;                              // the same as units
   int64_t bytes;
 
@@ -51,6 +52,7 @@ struct Memory {
     grad_query = floats(columns * queries), grad_keys = floats(keys * dim), grad_values = floats(keys * value_dim);
     minus_logsumexp = floats(queries), minus_delta = floats(queries);
     scores = floats(KEYS * QUERIES), gradients = floats(KEYS * QUERIES), slopes = floats(KEYS * QUERIES);
+    bias = c.rules.bias.data == nullptr ? nullptr : floats(KEYS * QUERIES);
     weights = reinterpret_cast<char*>(scores), score_grads = pairs = reinterpret_cast<char*>(gradients);
     if (Units::NUMBERS > 1) weights = take(block / 2), score_grads = take(block / 2), pairs = take(block / 2);
     // to pack a panel of rows, or a block of keys
@@ -118,8 +120,55 @@ struct Block {
   bool one_segment;  // no segment hides one of them
 };
 
-// The products of key `j` become scores, those that are hidden HIDDEN; slopes: the derivatives of the cap.
-void scores_of_key(const FlashCall& c, const Block& at, int64_t j, float* scores, float* slopes) {
+// The bias of a block, a row for each key, to `bias`.
+void read_bias(const FlashCall& c, const Block& at, float* bias) {
+  const ScoreMatrix& from = c.rules.bias;
+  const int32_t dtype = c.rules.bias_dtype;
+  float some[WIDTH * WIDTH];
+  for (int64_t i = 0; i < at.queries; i += WIDTH) {
+    for (int64_t k = 0; k < at.keys; k += WIDTH) {
+      const int64_t first = place_of(from, at.b, at.h, at.query + i, at.key + k), count = at.keys - k;
+      for (int64_t r = 0; r < WIDTH; ++r) {
+        const int64_t row = first + (i + r < at.queries ? r : 0) * from.of_row;
+        if (from.of_column == 1) {
+          store(some + r * WIDTH, read_vector(number_at(from.data, row, dtype), count, dtype));
+        } else {
+          for (int64_t n = 0; n < WIDTH; ++n) {
+            some[r * WIDTH + n] = load_number(from.data, row + (n < count ? n : 0) * from.of_column, dtype);
+          }
+        }
+      }
+      transpose(reinterpret_cast<const char*>(some), PANEL, reinterpret_cast<char*>(bias + k * QUERIES + i), QUERIES * UNIT);
+    }
+  }
+}
+
+// Adds the gradients of a block's biased scores, a row for each key, to that of the bias; to: of the head.
+void add_bias_gradient(const FlashGradientCall& g, const Block& at, const float* grads, float* to) {
+  if (g.bias_of_row == 0) {  // one for all queries
+    for (int64_t k = 0; k < at.keys; ++k) {
+      Floats total = zeros();
+      for (int64_t i = 0; i < QUERIES; i += WIDTH) total = add(total, load(grads + k * QUERIES + i));
+      to[at.key + k] += sum(total);
+    }
+    return;
+  }
+  float some[WIDTH * WIDTH];
+  for (int64_t i = 0; i < at.queries; i += WIDTH) {
+    for (int64_t k = 0; k < at.keys; k += WIDTH) {
+      transpose(reinterpret_cast<const char*>(grads + k * QUERIES + i), QUERIES * UNIT, reinterpret_cast<char*>(some), PANEL);
+      for (int64_t r = 0; r < WIDTH && i + r < at.queries; ++r) {
+        float* const row = to + (at.query + i + r) * g.bias_of_row + at.key + k;
+        const Floats before = read_some<NumbersFloat32>(row, at.keys - k);
+        write_some<NumbersFloat32>(row, at.keys - k, add(before, load(some + r * WIDTH)));
+      }
+    }
+  }
+}
+
+// The products of key `j` become scores, those that are hidden HIDDEN; slopes: the derivatives of the cap; bias: the
+// key's, or null.
+void scores_of_key(const FlashCall& c, const Block& at, int64_t j, float* scores, float* slopes, const float* bias) {
   const ScoreRules& rules = c.rules;
   const Floats scale = broadcast(rules.scale), cap = broadcast(rules.softcap), one = broadcast(1.0f);
   for (int64_t i = 0; i < QUERIES; i += WIDTH) {
@@ -129,13 +178,7 @@ void scores_of_key(const FlashCall& c, const Block& at, int64_t j, float* scores
       store(slopes + i, multiply_add(multiply(t, broadcast(-1.0f)), t, one));
       s = multiply(t, cap);
     }
-    store(scores + i, s);
-  }
-  if (rules.bias.data != nullptr) {
-    const int64_t first = place_of(rules.bias, at.b, at.h, at.query, j);
-    for (int64_t i = 0; i < at.queries; ++i) {
-      scores[i] += load_number(rules.bias.data, first + i * rules.bias.of_row, rules.bias_dtype);
-    }
+    store(scores + i, bias == nullptr || i >= at.queries ? s : add(s, load(bias + i)));
   }
   if (rules.mask.data != nullptr) {
     const uint8_t* mask = static_cast<const uint8_t*>(rules.mask.data) + place_of(rules.mask, at.b, at.h, at.query, j);
@@ -152,8 +195,9 @@ void scores_of_key(const FlashCall& c, const Block& at, int64_t j, float* scores
 
 // Products of keys and queries, and of values and gradients, become weights and the gradients of the scores.
 template <class Units>
-void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units>& m) {
+void weigh(const FlashCall& c, const Block& at, int64_t rows, bool wants_bias, const Memory<Units>& m) {
   const bool capped = c.rules.softcap > 0.0f;
+  if (m.bias != nullptr) read_bias(c, at, m.bias);
   const Floats scale = broadcast(at.as_they_are ? c.rules.scale : 1.0f);
   Words hashes[QUERIES / WIDTH];
   for (int64_t i = 0; i < QUERIES && c.kept != 0.0f; i += WIDTH) {
@@ -163,7 +207,7 @@ void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units
     for (int64_t k = j; k < j + Units::NUMBERS && !at.as_they_are; ++k) {
       float* const scores = m.scores + k * QUERIES;
       if (k < at.keys) {
-        scores_of_key(c, at, at.key + k, scores, m.slopes + k * QUERIES);
+        scores_of_key(c, at, at.key + k, scores, m.slopes + k * QUERIES, m.bias == nullptr ? nullptr : m.bias + k * QUERIES);
       } else {  // they only fill up
         for (int64_t i = 0; i < QUERIES; ++i) scores[i] = HIDDEN, m.slopes[k * QUERIES + i] = 0.0f;
       }
@@ -181,6 +225,7 @@ void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units
           used = multiply(weight, factor), gradient = multiply(gradient, factor);
         }
         grads[n] = multiply(weight, add(gradient, delta));
+        if (wants_bias) store(m.bias + place, grads[n]);
         if (capped) grads[n] = multiply(grads[n], load(m.slopes + place));
         Units::write(m.weights + (j + n) * m.WEIGHTS_ROW + i / Units::NUMBERS * UNIT, used);
         Units::write(m.score_grads + (j + n) * m.WEIGHTS_ROW + i / Units::NUMBERS * UNIT, grads[n]);
@@ -194,14 +239,17 @@ void weigh(const FlashCall& c, const Block& at, int64_t rows, const Memory<Units
 
 // Adds what the block gives to the gradients of its queries, keys and values.
 template <class Units>
-void add_block(const FlashCall& c, const Block& at, const Memory<Units>& m) {
+void add_block(const FlashGradientCall& g, const Block& at, float* bias, const Memory<Units>& m) {
+  const FlashCall& c = g.call;
+  const bool wants_bias = g.wants_bias && g.bias_of_column != 0;
   const int64_t rows = up_to(at.keys, ROWS), units = at.query / Units::NUMBERS, vectors = QUERIES / WIDTH;
   const int64_t panels = at.query / WIDTH, width = m.dim / WIDTH, value_width = m.value_dim / WIDTH;
   multiply_rows<Units>(m.key_rows + at.key * m.key_row, m.key_row, rows, m.query_panels + panels * m.query_panel,
                        m.query_panel, PANEL, vectors, m.key_row / UNIT, m.scores, QUERIES, false);
   multiply_rows<Units>(m.value_rows + at.key * m.value_row, m.value_row, rows, m.grad_panels + panels * m.grad_panel,
                        m.grad_panel, PANEL, vectors, m.value_row / UNIT, m.gradients, QUERIES, false);
-  weigh<Units>(c, at, rows, m);
+  weigh<Units>(c, at, rows, wants_bias, m);
+  if (wants_bias) add_bias_gradient(g, at, m.bias, bias);
   multiply_rows<Units>(m.weights, m.WEIGHTS_ROW, rows, m.grad_units + units * PANEL, m.units_panel, PANEL, value_width,
                        QUERIES / Units::NUMBERS, m.grad_values + at.key * m.value_dim, m.value_dim, true);
   multiply_rows<Units>(m.score_grads, m.WEIGHTS_ROW, rows, m.query_units + units * PANEL, m.units_panel, PANEL, width,
@@ -218,7 +266,7 @@ void write_scaled(void* to, int64_t first, int64_t count, int32_t dtype, float* 
 }
 
 template <class Units>
-void finish_head(const FlashGradientCall& g, int64_t b, int64_t h, const Memory<Units>& m) {
+void finish_head(const FlashGradientCall& g, int64_t b, int64_t h, float* bias, const Memory<Units>& m) {
   const FlashCall& c = g.call;
   float* const rows = m.scores;  // WIDTH queries at a time, as many numbers of each as fit
   for (int64_t i = 0; i < c.length; i += WIDTH) {
@@ -243,6 +291,12 @@ void finish_head(const FlashGradientCall& g, int64_t b, int64_t h, const Memory<
     total = multiply_add(weight, load(m.minus_delta + i), total);
   }
   g.grad_sinks[b * c.heads + h] = sum(total);
+  if (!g.wants_bias || g.bias_of_column != 0) return;
+  // The weights of a row's keys add up to 1 but for the sink's, and their gradients, weighed, to delta: what the row's
+  // bias is given is the sink's weight of delta, and 0 without sinks. As a sum over the keys it would be their rounding.
+  for (int64_t i = 0; i < c.length; ++i) {
+    bias[i * g.bias_of_row] -= expf(sink_of(c.rules, h) + m.minus_logsumexp[i]) * m.minus_delta[i];
+  }
 }
 
 template <class Units>
@@ -251,7 +305,7 @@ int64_t scratch_as(const FlashGradientCall& g) {
 }
 
 template <class Units>
-void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, char* scratch) {
+void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, float* bias, char* scratch) {
   const FlashCall& c = g.call;
   const Memory<Units> m(c, scratch);
   const int64_t group = c.heads / c.kv_heads, shift = c.keys - c.length;
@@ -261,6 +315,7 @@ void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, char* scratch) {
   const bool only_scale = !(c.rules.softcap > 0.0f) && c.rules.bias.data == nullptr && c.rules.mask.data == nullptr;
   for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
     pack_queries<Units>(g, b, h, m);
+    float* const of_head = bias == nullptr ? nullptr : bias + (h - kv * group) * g.bias_of_head;
     for (int64_t key = 0; key < c.keys; key += KEYS) {
       const int64_t keys = c.keys - key < KEYS ? c.keys - key : KEYS;
       // the queries that see one of the keys
@@ -272,10 +327,10 @@ void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, char* scratch) {
         if (!reach.some) continue;
         const bool seen = reach.all && keys == KEYS && query + shift + c.right >= key + keys - 1 &&
                           query + queries - 1 + shift - c.left <= key;
-        add_block<Units>(c, {b, h, key, keys, query, queries, only_scale && seen, reach.all}, m);
+        add_block<Units>(g, {b, h, key, keys, query, queries, only_scale && seen, reach.all}, of_head, m);
       }
     }
-    finish_head<Units>(g, b, h, m);
+    finish_head<Units>(g, b, h, of_head, m);
   }
   for (int64_t j = 0; j < c.keys; ++j) {
     const int64_t row = (b * c.keys + j) * c.kv_heads + kv;
@@ -293,7 +348,9 @@ void run_as(const FlashGradientCall& g, int64_t b, int64_t kv, char* scratch) {
 #endif
 
 int64_t scratch(const FlashGradientCall* g) { BY_DTYPE(scratch_as); }
-void run(const FlashGradientCall* g, int64_t b, int64_t kv, char* scratch) { BY_DTYPE(run_as, b, kv, scratch); }
+void run(const FlashGradientCall* g, int64_t b, int64_t kv, float* bias, char* scratch) {
+  BY_DTYPE(run_as, b, kv, bias, scratch);
+}
 
 }  // namespace
 

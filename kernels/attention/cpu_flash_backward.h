@@ -9,11 +9,14 @@ struct FlashGradientCall {
   const float* logsumexp;               // (B, H, T)
   void *grad_query, *grad_key, *grad_value;  // as query, key and value, contiguous
   float* grad_sinks;                    // (B, H)
+  // The gradient of the bias for the heads of a kv head, in float32: strides in numbers, 0 where the bias broadcasts.
+  bool wants_bias;
+  int64_t bias_of_head, bias_of_row, bias_of_column;
 };
 
 struct FlashGradient {
   // Bytes of the scratch memory of `run`.
   int64_t (*scratch)(const FlashGradientCall* call);
-  // The gradients of a (b, kv head) and of the queries that share it.
-  void (*run)(const FlashGradientCall* call, int64_t b, int64_t kv, char* scratch);
+  // The gradients of a (b, kv head) and of the queries that share it; that of the bias is added to `bias`.
+  void (*run)(const FlashGradientCall* call, int64_t b, int64_t kv, float* bias, char* scratch);
 };

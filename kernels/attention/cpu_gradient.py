@@ -14,9 +14,11 @@ from easytorch.kernels.cpu.inference import last_dim_contiguous
 from easytorch.kernels.interop.definition_gradients import by_definition
 from easytorch.kernels.interop.torch_func import transforming
 
+BIAS = AttentionCall._fields.index("bias")
+
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, level: int) -> Tensor:
-    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), with gradients for all but the bias."""
+    """(B, T, H, D), (B, S, K, D), (B, S, K, Dv) -> (B, T, H, Dv), with gradients of every order."""
     output: Tensor = _Flash.apply(query, key, value, *flatten(call), level)
     return output
 
@@ -44,12 +46,15 @@ class _Flash(torch.autograd.Function):
             found = by_definition(_definition(ctx.numbers), inputs, ctx.needs_input_grad[: len(inputs)], grad)
             return *found, *[None] * (len(ctx.numbers) + 1)
         call = unflatten((*tensors, *ctx.numbers))
-        *grads, sinks_grad = torch.ops.easytorch_cpu.flash_backward.default(
+        bias = call.bias if ctx.needs_input_grad[3 + BIAS] else None
+        *grads, of_bias, of_sinks = torch.ops.easytorch_cpu.flash_backward.default(
             last_dim_contiguous(grad), last_dim_contiguous(query), last_dim_contiguous(key), last_dim_contiguous(value),
-            output, logsumexp, *cpp_call.arguments(call), ctx.level,
+            output, logsumexp, *cpp_call.arguments(call), bias is not None, ctx.level,
         )  # fmt: skip
         wanted = [found if needed else None for found, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-        named = {} if call.sinks is None else {"sinks": sinks_grad.to(call.sinks.dtype)}
+        named = {} if call.sinks is None else {"sinks": of_sinks.to(call.sinks.dtype)}
+        if bias is not None:
+            named["bias"] = of_bias.to(bias.dtype)
         return *wanted, *gradients_by_field(named), None
 
 

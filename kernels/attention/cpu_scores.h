@@ -4,7 +4,7 @@
 #include <math.h>
 
 #include "../cpu/functions.h"
-#include "../cpu/numbers.h"
+#include "../cpu/rows.h"
 
 // (B, H, T, S), broadcast by strides of 0; strides in numbers. data null: there is none.
 struct ScoreMatrix {
@@ -34,6 +34,20 @@ inline int64_t place_of(const ScoreMatrix& matrix, int64_t b, int64_t h, int64_t
   return b * matrix.of_batch + h * matrix.of_head + i * matrix.of_row + j * matrix.of_column;
 }
 
+// The bias of query i of (b, h) and of the keys [from, from + count) is added to their scores, up to a whole vector.
+inline void add_bias(const ScoreRules& rules, int64_t b, int64_t h, int64_t i, int64_t from, int64_t count, float* scores) {
+  const int64_t first = place_of(rules.bias, b, h, i, from), step = rules.bias.of_column;
+  if (step > 1) {
+    for (int64_t j = 0; j < count; ++j) scores[j] += load_number(rules.bias.data, first + j * step, rules.bias_dtype);
+    return;
+  }
+  const Floats all = broadcast(step == 0 && count > 0 ? load_number(rules.bias.data, first, rules.bias_dtype) : 0.0f);
+  for (int64_t j = 0; j < count; j += WIDTH) {
+    const void* const p = number_at(rules.bias.data, first + j, rules.bias_dtype);
+    store(scores + j, add(load(scores + j), step == 0 ? all : read_vector(p, count - j, rules.bias_dtype)));
+  }
+}
+
 // Products of query i of (b, h) with the keys [from, from + count) become scores, before the mask; `padded` of them, a
 // multiple of WIDTH, may be written.
 inline void apply_rules(const ScoreRules& rules, int64_t b, int64_t h, int64_t i, int64_t from, int64_t count,
@@ -44,12 +58,7 @@ inline void apply_rules(const ScoreRules& rules, int64_t b, int64_t h, int64_t i
     if (rules.softcap > 0.0f) s = multiply(hyperbolic_tangent(divide(s, cap)), cap);
     store(scores + j, s);
   }
-  if (rules.bias.data != nullptr) {
-    const int64_t first = place_of(rules.bias, b, h, i, from);
-    for (int64_t j = 0; j < count; ++j) {
-      scores[j] += load_number(rules.bias.data, first + j * rules.bias.of_column, rules.bias_dtype);
-    }
-  }
+  if (rules.bias.data != nullptr) add_bias(rules, b, h, i, from, count, scores);
 }
 
 // HIDDEN in place of the scores that the mask hides.

@@ -14,7 +14,6 @@ of a busy machine, the least of five calls in turn, B1 H16 K8 D64 unless it says
     window of 129 keys, 256, 1024 rows  0.64, 0.61 -, 0.49
     softcap, 256, 1024 rows             0.50, 0.70 -, 0.52
     sinks, 256, 1024 rows               0.63, 0.60 -, 0.44
-    bias, 256 rows                      1.17       0.94
 
 Training, forward and backward, over torch's SDPA / over kernels/attention/aten_flash.py:
 
@@ -43,12 +42,28 @@ Packed documents, of ATen's tiles, which skip as well / of SDPA with a mask of b
 The first takes 0.17 to 0.21 of what causal attention without documents takes. Dropout, of both likewise, 128 to 1024
 rows: 0.17 to 0.42 / 0.05 to 0.53, in float16 too.
 
+With a bias (B or 1, H or 1, T or 1, S), H8 to 12 D64, over torch's SDPA (Intel Xeon with AVX-512, without instructions
+for bfloat16), float32 / bfloat16 / float16; a trained bias makes SDPA compute all scores in the graph:
+
+    trained, 128 rows                   0.98 to 1.26 / 0.68 to 0.86 / 0.68 to 0.95
+    trained, 256 rows                   0.78 to 1.05 / 0.46 to 0.79 / 0.64 to 0.82
+    trained, 512 rows                   0.53 to 0.82 / 0.51 to 0.65 / 0.52 to 0.70
+    trained, 1024 rows                  0.79 / 0.51 / 0.54
+    trained, causal, 128 to 1024 rows   0.33 to 0.81 / 0.37 to 0.65 / 0.39
+    given, 512 rows, training           1.00 to 1.08 / 0.34 to 0.39 / 0.06
+    given, causal, 128, 256 rows        1.08, 0.91 / 0.28 / -
+    dropout, training, inference        0.54 to 0.58, 0.27 to 0.33 / 0.47 to 0.53, 0.22 to 0.27 / -
+    inference, 128 to 1024 rows         1.08 to 1.50 / 0.97 to 1.13 / 1.05 to 1.13
+    inference, causal, 256, 1024 rows   0.65, 0.37 / 0.59, 0.45 / 0.59, 0.46
+
+With softcap or sinks 0.55 to 0.81 of what ran without it.
+
 Training in float16: 0.06 to 0.09 of SDPA, 0.45 to 0.67 of aten_flash.py, without causality and with features too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,8 +75,9 @@ from easytorch.kernels.interop.torch_func import recording
 
 # The least query rows, and in float32 numbers of a head, at which it was measured to be ahead.
 ROWS, TRAINING_ROWS, FLOAT32_DIM = 256, 128, 64
+BIASED_FLOAT32_ROWS = 512
 # What it was not measured with, or is slower with; and the same in float16.
-_WITHOUT = ("mask", "bias")
+_WITHOUT = ("mask",)
 _WITHOUT_IN_FLOAT16 = (*_WITHOUT, "sliding_window", "softcap", "sinks")
 
 
@@ -70,7 +86,8 @@ def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str
     shape, dtype, get = query.shape, query.dtype, features.get
     if len(shape) != 4 or shape[1] < TRAINING_ROWS or not query.is_cpu or not processor.AVX2:
         return False
-    training = recording(query, key, value, get("sinks"))
+    bias = get("bias")
+    training = recording(query, key, value, bias, get("sinks"))
     # of these ATen computes every score, or has no fused kernel
     slow = get("query_segment_ids") is not None or get("dropout_prob", 0.0) > 0.0
     if shape[1] < ROWS and not training and not slow:
@@ -79,7 +96,10 @@ def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str
     if training and shape[0] * key.shape[2] < torch.get_num_threads():
         return False
     short = dtype == torch.float16 and not training  # the list of what it was measured to be ahead with
-    if not slow:
+    if bias is not None:
+        if not slow and not _gains_with_bias(shape, dtype, training, bias, get):
+            return False
+    elif not slow:
         if (short or dtype == torch.float32) and not get("causal"):
             return False
         if dtype == torch.float32 and shape[3] < FLOAT32_DIM:
@@ -88,3 +108,14 @@ def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str
         if get(name) is not None:
             return False
     return cpu.supports(query, key, value, features) is None
+
+
+def _gains_with_bias(
+    shape: torch.Size, dtype: torch.dtype, training: bool, bias: Tensor, get: Callable[[str], Any]
+) -> bool:
+    """Whether it was measured to be ahead with this bias, and neither segments nor dropout."""
+    if get("softcap") is not None or get("sinks") is not None or (training and dtype != torch.float32):
+        return True
+    if recording(bias):
+        return bool(get("causal")) or shape[1] >= BIASED_FLOAT32_ROWS
+    return bool(get("causal")) and shape[1] >= ROWS and (dtype != torch.float32 or shape[3] >= FLOAT32_DIM)

@@ -112,9 +112,11 @@ def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, mask: Tensor | None,
     bias: Tensor | None, query_segment_ids: Tensor | None, key_segment_ids: Tensor | None, sinks: Tensor | None,
     *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *_, wants_bias, _ = call
+    bias_grad = query.new_empty(0 if bias is None or not wants_bias else bias.shape, dtype=torch.float32)
     sinks_grad = query.new_empty(0 if sinks is None else query.shape[2], dtype=torch.float32)
-    return _like(query), _like(key), _like(value), sinks_grad
+    return _like(query), _like(key), _like(value), bias_grad, sinks_grad
 
 
 @_fake

@@ -167,9 +167,22 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "AVX2", True)
     packed: dict[str, Any] = {"query_segment_ids": ids, "key_segment_ids": ids}
     mask = torch.ones(1024, 1024, dtype=torch.bool)
-    for options in ({"mask": mask}, {"causal": True, "bias": torch.zeros(1)}, {"mask": mask, **packed}):
+    for options in ({"mask": mask}, {"bias": torch.zeros(1)}, {"mask": mask, **packed}):
         assert operation.choose(query, key, value, **options).backend != "cpu"
     wide = (query.float(), key.float(), value.float())
+    given_bias, trained = torch.zeros(4, 1, 1024), torch.zeros(4, 1, 1024, requires_grad=True)
+    for options in (
+        {"bias": given_bias, "causal": True}, {"bias": given_bias, "softcap": 3.0}, {"bias": trained},
+        {"bias": given_bias, "dropout_prob": 0.1}, {"bias": trained, **packed},
+    ):  # fmt: skip
+        assert operation.choose(query, key, value, **options).backend == "cpu"
+        assert operation.choose(*wide, **options).backend == "cpu"
+    leaf = value.clone().requires_grad_()
+    assert operation.choose(query, key, leaf, bias=given_bias).backend == "cpu"
+    assert operation.choose(*wide[:2], leaf.detach().float().requires_grad_(), bias=given_bias).backend != "cpu"
+    short = [x[:, :511] for x in wide]
+    assert operation.choose(*short, bias=trained[..., :511]).backend != "cpu"
+    assert operation.choose(*short, bias=trained[..., :511], causal=True).backend == "cpu"
     for few in (wide, (query, key, value), (query.half(), key.half(), value.half())):
         assert operation.choose(*few, **packed).backend == "cpu"
         assert operation.choose(*few, dropout_prob=0.1).backend == "cpu"
@@ -206,11 +219,9 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
     query, key, value = heads((1, 9, 9, 2, 1, 8, 8), torch.float32)
-    ends, options = torch.tensor([0, 4, 9]), {"bias": torch.zeros(9, 9, requires_grad=True)}
-    with pytest.raises(UnsupportedOperationError, match="no gradient"):
-        attention("flash:cpu")(query, key, value, **options)
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        cpu.attention(query, key, value, **options)
+    ends = torch.tensor([0, 4, 9])
+    with pytest.raises(NotImplementedError, match="float64"):
+        cpu.attention(query.double(), key.double(), value.double())
     flash = OperationRegistry.create("flash", OperationMetadata(backend="cpu"))
     with pytest.raises(UnsupportedOperationError, match="packed sequences"):
         flash(query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends)

@@ -24,6 +24,7 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
     x, query, value = ones(2, 5, 6), ones(2, 5, 4, 8), ones(2, 5, 2, 6)
     key, lse = ones(2, 5, 2, 8), torch.zeros(2, 4, 5)
     plain, sinks = tuple(AttentionCall(scale=0.5)), tuple(AttentionCall(scale=0.5, sinks=ones(4)))
+    biased = tuple(AttentionCall(scale=0.5, bias=ones(4, 1, 5, dtype=torch.bfloat16)))
     output, tables = ones(2, 5, 4, 6), (torch.tensor([5]), torch.tensor([[0, 1]]), torch.tensor([0, 3]))
     half = ones(2, 5, 6, dtype=torch.bfloat16)
     step, weight, no_angles = ones(2, 1, 6), ones(6, 6), (ones(1, 1, 0), ones(1, 1, 0))
@@ -45,8 +46,9 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         ("cross_entropy_rows", (ones(3, 5), torch.tensor([1, -1, 0]), ones(3), -1, 0.1, None, 0.0, TOP)),
         ("flash", (query, key, value, *plain, TOP)),
         ("flash_training", (query, key, value, *plain, TOP)),
-        ("flash_backward", (output, query, key, value, output, lse, *plain, TOP)),
-        ("flash_backward", (output, query, key, value, output, lse, *sinks, TOP)),
+        ("flash_backward", (output, query, key, value, output, lse, *plain, False, TOP)),
+        ("flash_backward", (output, query, key, value, output, lse, *sinks, False, TOP)),
+        ("flash_backward", (output, query, key, value, output, lse, *biased, True, TOP)),
         ("decode", (ones(2, 4, 1, 8), ones(2, 2, 5, 8), ones(2, 2, 5, 6), None, *plain, TOP)),
         ("decode_codes", (
             ones(2, 4, 1, 8), ones(2, 2, 5, 8).to(torch.int8), ones(2, 2, 5, 6).to(torch.int8), ones(2, 2, 5, 2),
