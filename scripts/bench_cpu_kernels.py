@@ -75,15 +75,17 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 def medians(ways: dict[str, Callable[[int], Any]], calls: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Implementation -> microseconds a call; the ratio of the first to each other. They are called with 0, 1, ..."""
+    # of one thread processor time, which other processes take nothing from
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way(0)
     for _ in range(rounds):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start = clock()
             for number in range(calls):
                 way(number)
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
+            times[name].append((clock() - start) / calls * 1e6)
     first = next(iter(ways))
     ratios = {
         name: statistics.median(a / b for a, b in zip(times[first], taken, strict=True))

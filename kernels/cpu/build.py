@@ -143,27 +143,33 @@ def _compile_into(path: Path) -> None:
 
 def _compile(work: Path) -> Path:
     """The library, in the folder `work`."""
-    tool, flags = compiler(), _flags()
+    tool = compiler()
     assert tool is not None, "refusal() says so"
-    torch_home = Path(torch.__file__).parent
+    jobs = compile_commands(work, tool, platform.machine())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+        list(pool.map(_run, jobs))
+    made = work / "library.so"
+    link = [*tool, *_flags(), "-shared", *sorted(str(path) for path in work.glob("*.o")), "-o", str(made)]
+    _run([*link, f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"])
+    return made
+
+
+def compile_commands(work: Path, tool: list[str], machine: str) -> list[list[str]]:
+    """One command for each object file of the library on a machine of that architecture; they lie in `work`."""
     jobs: list[list[str]] = []
     for source in sources():
-        base = [*tool, *flags, "-c", str(source)]
+        base = [*tool, *_flags(), "-c", str(source)]
         name = f"{source.parent.name}_{source.stem}"
         if not source.stem.endswith("_simd"):
-            jobs.append([*base, "-isystem", str(torch_home / "include"), "-o", str(work / f"{name}.o")])
+            headers = Path(torch.__file__).parent / "include"
+            jobs.append([*base, "-isystem", str(headers), "-o", str(work / f"{name}.o")])
             continue
-        for level, instructions in levels(*tool).items():
+        for level, instructions in levels(tool, machine).items():
             if not differs(source, level):
                 continue
             symbol = f"-DEASYTORCH_NAME(name)=easytorch_##name##_{level}"
             jobs.append([*base, *instructions, symbol, "-o", str(work / f"{name}_{level}.o")])
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
-        list(pool.map(_run, jobs))
-    made = work / "library.so"
-    link = [*tool, *flags, "-shared", *sorted(str(path) for path in work.glob("*.o")), "-o", str(made)]
-    _run([*link, f"-L{torch_home / 'lib'}", "-ltorch_cpu"])
-    return made
+    return jobs
 
 
 def _run(command: list[str]) -> None:
@@ -188,9 +194,9 @@ def differs(source: Path, level: str) -> bool:
     return _NAMED.get(level, "") in source.read_text(encoding="utf-8")
 
 
-def levels(*tool: str) -> dict[str, tuple[str, ...]]:
-    """The instruction sets of this machine's architecture that the compiler knows."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+def levels(tool: list[str], machine: str) -> dict[str, tuple[str, ...]]:
+    """The instruction sets of a machine's architecture that the compiler knows."""
+    if machine not in ("x86_64", "AMD64"):
         return {"generic": ()}
     return {level: flags for level, flags in LEVELS.items() if _knows(*tool, *flags)}
 

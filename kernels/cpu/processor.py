@@ -26,12 +26,23 @@ def _has(cpuinfo: str, *flags: str) -> bool:
     return set(flags) <= set(next(lines, "").split())
 
 
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_BYTES = (*_AVX512, "avx512_vnni")
+# What oneDNN asks for before it multiplies a dtype by instructions of its own (mayiuse() of its cpu_isa_traits.hpp):
+# AMX alone, as a virtual machine may show it, is not used.
+_BFLOAT16 = (*_BYTES, "avx512_bf16")
+_FLOAT16 = (*_BFLOAT16, "avx512_fp16", "avx_vnni")
+_AMX = (*_FLOAT16, "amx_tile", "amx_int8", "amx_bf16")
+
 # read at import, once: a traced function could not read the file
 _CPUINFO = _cpuinfo()
 VENDOR = _vendor(_CPUINFO)
 # The C++ operators were measured on CPUs with these, and are chosen on no others: of levels.h the second and the third.
-AVX2 = _has(_CPUINFO, "avx2", "fma", "f16c")
-AVX512 = AVX2 and _has(_CPUINFO, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-BFLOAT16_PRODUCTS = _has(_CPUINFO, "avx512_bf16") or _has(_CPUINFO, "amx_bf16")
-FLOAT16_PRODUCTS = _has(_CPUINFO, "avx512_fp16") or _has(_CPUINFO, "amx_fp16")
-BYTE_DOT_PRODUCTS = AVX512 and _has(_CPUINFO, "avx512_vnni")
+AVX2 = _has(_CPUINFO, *_AVX2)
+AVX512 = _has(_CPUINFO, *_AVX512)
+BYTE_DOT_PRODUCTS = _has(_CPUINFO, *_BYTES)
+BFLOAT16_PRODUCTS = _has(_CPUINFO, *_BFLOAT16)
+FLOAT16_PRODUCTS = _has(_CPUINFO, *_FLOAT16)
+# Tiles of bfloat16: oneDNN and, through it, ATen's fused attention use them, the C++ operators do not.
+AMX_PRODUCTS = _has(_CPUINFO, *_AMX)

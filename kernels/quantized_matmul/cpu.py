@@ -40,6 +40,9 @@ MOST_ROWS = 16
 # q8_0 0.26, 0.53, 0.81 and 0.32, 0.52, 0.64; int8 0.47, 0.72, 0.88 and 0.43, 0.57, 0.64. 512 rows of a plain product
 # take 1.45 of q4_0's time in float32, 0.88 in bfloat16.
 MOST_INTERLEAVED_ROWS = 2048
+# The same in bfloat16 where a decoded weight is multiplied by AMX, whose peak is 16 times that of AVX512_BF16:
+# reckoned, not measured. Decoding (4096, 1024) takes as long as interleaved codes and some 64 rows.
+MOST_ROWS_BESIDE_AMX = 64
 _NO_BIAS, _NO_ZERO = torch.empty(0), torch.empty(0, dtype=torch.uint8)
 
 
@@ -81,11 +84,17 @@ def prefers(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None 
         and x.is_cpu
         and isinstance(weight, QuantizedWeight)
         and weight.data.is_cpu
-        and 0 < x.numel() <= (MOST_INTERLEAVED_ROWS if weight.interleaved else MOST_ROWS) * weight.shape[1]
+        and 0 < x.numel() <= _most_rows(x.dtype, weight.interleaved) * weight.shape[1]
         and _aligned(weight)
         and not (weight.packed is not None and aten._for_int4_kernel(x))
         and not recording(x, bias)
     )
+
+
+def _most_rows(dtype: torch.dtype, interleaved: bool) -> int:
+    if not interleaved:
+        return MOST_ROWS
+    return MOST_ROWS_BESIDE_AMX if processor.AMX_PRODUCTS and dtype == torch.bfloat16 else MOST_INTERLEAVED_ROWS
 
 
 def quantized_matmul(

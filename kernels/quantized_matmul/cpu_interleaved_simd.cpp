@@ -1,9 +1,12 @@
 // Products of few rows with integer codes whose rows are interleaved by 16: a dot product instruction sums the products of four
 // columns for 16 rows of the weight, with one broadcast of x. No sum goes over lanes, and a scale is a vector.
 //
-// All is read in the order of its addresses, without prefetches: measured on one thread of a loaded Zen 4, 4096x1024 of q4_k,
-// bfloat16, of a plain read: 0.99 so, 1.05 with prefetches of 1 to 4 KiB into the L1 cache, 2.0 into L2; q4_0 2.9 (with
-// prefetches 1.4 to 2.7) where all scales of 16 rows stood before their codes, so that two streams lay in a page.
+// All is read in the order of its addresses. On Intel lines are prefetched 2 KiB ahead: 4096x1024, one thread of a loaded Xeon
+// (Emerald Rapids), of a plain read, one row and four: int8 1.20 and 1.37 (without 1.35 and 1.71; rows one after another 1.16
+// and 1.53), int4 in groups of 128 1.35 and 1.51 (1.70, 2.19; 1.22, 2.07), fp4 1.41 and 1.63 (1.85, 2.33; 1.31, 2.24), q4_0 1.34
+// and 1.51 (1.70, 2.31; 1.30, 2.15), q4_k 1.36 and 1.71 (1.42, 1.70; 1.36, 2.32). On AMD's they are not: one thread of a loaded
+// Zen 4, 4096x1024 of q4_k, bfloat16: 0.99 without, 1.05 with prefetches of 1 to 4 KiB into the L1 cache, 2.0 into L2; q4_0 2.9
+// (with prefetches 1.4 to 2.7) where all scales of 16 rows stood before their codes, so that two streams lay in a page.
 #include "cpu_interleaved.h"
 
 #include "../cpu/rows.h"
@@ -40,6 +43,12 @@ struct Packed {
   const Columns* columns;
   const LowestBytes* lowest;
 };
+
+// How many bytes ahead of what is read lines are prefetched; 0, the line itself, for none.
+inline int64_t prefetch_distance() {
+  static const int64_t distance = __builtin_cpu_is("intel") ? 2048 : 0;
+  return distance;
+}
 
 // x becomes integers below 2**(EXPONENT + 1), whose upper two bytes are below 2**14: 32 products with a code fit 32 bits.
 constexpr int EXPONENT = 21;
@@ -153,7 +162,9 @@ struct Sums {
 struct SomeRows {
   const Columns* columns;
   const LowestBytes* lowest;
-  int64_t m;
+  int64_t m, ahead;
+  // The line `ahead` of one that is about to be read.
+  inline void prefetch(const uint8_t* line) const { __builtin_prefetch(line + ahead); }
   inline const Columns& of(int64_t group, int i) const { return columns[group * m + i]; }
   inline const LowestBytes& low(int64_t group, int i) const { return lowest[group * m + i]; }
   template <int PARTS>
@@ -192,6 +203,7 @@ __attribute__((always_inline)) inline void sum_group(const uint8_t* lines, const
 #pragma GCC unroll 8
   for (int line = 0; line < Bits::LINES; ++line) {
     __m512i codes[Bits::VECTORS];
+    x.prefetch(lines + line * LINE);
     Bits::codes(lines + line * LINE, codes);
 #pragma GCC unroll 4
     for (int i = 0; i < MR; ++i)
@@ -352,6 +364,7 @@ void q4_k(const QuantizedProduct& p, const uint8_t* lines, int64_t, const SomeRo
 #pragma GCC unroll 8
       for (int line = 0; line < 8; ++line) {
         const uint8_t* const at = lines + (4 + 8 * pair + line) * LINE;
+        x.prefetch(at);
         const __m512i codes[2] = {low_bits(line_at(at)), high_bits(line_at(at))};
 #pragma GCC unroll 4
         for (int i = 0; i < MR; ++i)
@@ -402,6 +415,7 @@ void q6_k(const QuantizedProduct& p, const uint8_t* rows, int64_t, const SomeRow
 #pragma GCC unroll 4
       for (int line = 0; line < 4; ++line) {
         const uint8_t* const at = lines + (4 + 12 * part + 3 * line) * LINE;
+        x.prefetch(at), x.prefetch(at + LINE), x.prefetch(at + 2 * LINE);
         const __m512i first = line_at(at), second = line_at(at + LINE), high = line_at(at + 2 * LINE);
         // a | (b & c)
         const __m512i codes[4] = {_mm512_ternarylogic_epi32(low_bits(first), _mm512_slli_epi16(high, 4), two_bits, 0xf8),
@@ -438,7 +452,7 @@ constexpr int rows_at_once(int64_t format, int parts) { return format == Q6_K ||
 template <int PARTS, int MR>
 void sixteen_rows(const QuantizedProduct& p, int64_t n, int64_t m) {
   const Packed packed(p.x, p.m, p.k);
-  const SomeRows x = {packed.columns + m, packed.lowest + m, p.m};
+  const SomeRows x = {packed.columns + m, packed.lowest + m, p.m, prefetch_distance()};
   const uint8_t* const rows = p.data + n * p.row_bytes;
   Floats totals[MR];
   for (int i = 0; i < MR; ++i) totals[i] = zeros();

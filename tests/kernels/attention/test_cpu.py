@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easytorch.kernels.attention import cpu, native
+from easytorch.kernels.attention import cpu, native, preference
 from easytorch.kernels.attention.call import AttentionCall
 from easytorch.kernels.attention.contract import resolve
 from easytorch.kernels.cpu import library, processor
@@ -261,3 +261,16 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=why):
             run(*wrong, **fields)
+
+
+@needs_library
+def test_amx_multiplies_plain_bfloat16_in_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "AVX2", True)
+    plain = heads((1, 300, 300, 4, 2, 64, 64), torch.bfloat16)
+    trained = [x.requires_grad_() for x in heads((1, 300, 300, 4, 4, 64, 64), torch.bfloat16)]
+    for amx in (False, True):
+        monkeypatch.setattr(processor, "AMX_PRODUCTS", amx)
+        assert preference.prefers_cpp(*plain, {"causal": True}) != amx
+        assert preference.prefers_cpp(*plain, {"causal": True, "softcap": 5.0}), "SDPA has none"
+        assert preference.prefers_cpp(*(x.float() for x in plain), {"causal": True})
+        assert preference.prefers_cpp(*trained, {"causal": True})

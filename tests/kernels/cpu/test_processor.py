@@ -31,3 +31,18 @@ def test_the_library_agrees() -> None:
     has = {"avx2": processor.AVX2, "avx512": processor.AVX512, "avx512_vnni": processor.BYTE_DOT_PRODUCTS}
     for name, present in has.items():
         assert present == (library.LEVELS.index(level) >= library.LEVELS.index(name))
+
+
+def test_products_of_16_bits_and_amx_are_those_that_onednn_would_use() -> None:
+    """AMX without AVX512_FP16, as a virtual machine may show it, is not used by oneDNN."""
+    names = ("_BFLOAT16", "_FLOAT16", "_AMX")
+
+    def has(flags: str) -> list[bool]:
+        avx512 = "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni "
+        return [processor._has(CPUINFO.format(avx512 + flags), *getattr(processor, name)) for name in names]
+
+    zen4, sapphire_rapids = "avx512_bf16", "avx512_bf16 avx512_fp16 avx_vnni amx_bf16 amx_tile amx_int8"
+    assert has("amx_bf16 amx_tile amx_int8") == [False, False, False]
+    assert has(zen4) == [True, False, False] and has(f"{zen4} amx_bf16 amx_tile amx_int8") == [True, False, False]
+    assert has("avx512_bf16 avx512_fp16 avx_vnni") == [True, True, False]
+    assert has(sapphire_rapids) == [True, True, True]

@@ -227,3 +227,18 @@ def test_nothing_is_read_past_the_end() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_library
+def test_many_rows_of_bfloat16_are_left_to_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "AVX2", True)
+    weight = laid_out(quantize(torch.randn(16, 64), "int8"))
+    for amx, dtype, rows, preferred in (
+        (True, torch.bfloat16, 64, True),
+        (True, torch.bfloat16, 65, False),
+        (True, torch.float32, 2048, True),
+        (False, torch.bfloat16, 2048, True),
+        (False, torch.bfloat16, 2049, False),
+    ):
+        monkeypatch.setattr(processor, "AMX_PRODUCTS", amx)
+        assert cpu.prefers(torch.empty(rows, 64, dtype=dtype), weight) is preferred
