@@ -27,8 +27,15 @@ _OTHERS: dict[str, Any] = {
 }
 # How many times the bytes of the cache: what is read in vain then takes less than a launch for each operator.
 _WEIGHTS = 4
+# Lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
+LEAST_CACHE = 128
 # Layers that keep nothing in Python that changes with a token.
 _STATIC = (StaticLayer, LinearAttentionLayer, LinearAttentionAndStaticFullAttentionLayer, StaticIndexedLayer)
+
+
+def bucket(length: int, least: int) -> int:
+    """The smallest power of two that is at least `length` and `least`."""
+    return max(least, 1 << (length - 1).bit_length())
 
 
 def full_static_cache(types: Sequence[str], length: int) -> Cache:

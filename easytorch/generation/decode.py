@@ -79,14 +79,21 @@ def generate_tokens(
 
 def _loop(decoder: Decoder, sampler: Sampler, max_new_tokens: int, device: torch.device) -> Iterator[torch.Tensor]:
     tokens: torch.Tensor | None = None
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            tokens = decoder.next(tokens, sampler)
-        sync(tokens.device)  # every step is the same program
-        yield tokens.to(device)
-        # reduced on the host: on xla it would be a program of its own
-        if sampler.eos is not None and bool(sampler.finished.cpu().all()):
-            return
+    with torch.no_grad():
+        decoder.begin(sampler)
+    try:
+        for _ in range(max_new_tokens):
+            with torch.no_grad():
+                tokens = decoder.next(tokens, sampler)
+            sync(tokens.device)  # every step is the same program
+            yield tokens.to(device)
+            # reduced on the host: on xla it would be a program of its own
+            if sampler.eos is not None and bool(sampler.finished.cpu().all()):
+                break
+    except GeneratorExit:  # whoever asked has enough
+        decoder.end()
+        raise
+    decoder.end()
 
 
 def _check(model: CausalLM, input_ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> None:

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from easytorch.cache.static import LINEAR, full_static_cache
+from easytorch.cache.static import LEAST_CACHE, LINEAR, bucket, full_static_cache
 from easytorch.cache_names import CACHE, cache_argument
 from easytorch.generation.model_layers import layers_of
 from easytorch.generation.sampling import Sampler
 
-# Cache lengths are powers of two from here on, so that runs of up to about a hundred tokens share their programs.
-_LEAST_PROMPT, _LEAST_CACHE = 16, 128
+# The least length of a padded prompt.
+_LEAST_PROMPT = 16
 
 
 class CausalLM(Protocol):
@@ -34,11 +34,6 @@ class CausalLM(Protocol):
     def get_input_embeddings(self) -> Any: ...
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-
-def bucket(length: int, least: int) -> int:
-    """The smallest power of two that is at least `length` and `least`."""
-    return max(least, 1 << (length - 1).bit_length())
 
 
 def align_right(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +68,7 @@ def static_lengths(model: CausalLM, prompt: int, max_new_tokens: int) -> tuple[i
     # Llama 4 scales queries by their slots in the cache, which more padding would move
     by_slot = getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
     length = prompt if by_slot else bucket(prompt, _LEAST_PROMPT)
-    return length, bucket(length + max_new_tokens, _LEAST_CACHE)
+    return length, bucket(length + max_new_tokens, LEAST_CACHE)
 
 
 class Decoder(ABC):
@@ -99,6 +94,12 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def begin(self, sampler: Sampler) -> None:  # noqa: B027 - most have nothing to do
+        """Called before the prompt."""
+
+    def end(self) -> None:  # noqa: B027
+        """Called after the last token of a run that was not interrupted by an error."""
 
     def next(self, tokens: torch.Tensor | None, sampler: Sampler) -> torch.Tensor:
         """The tokens (B,) after `tokens`, or after the prompt."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -116,6 +117,19 @@ class Sampler:
         self.step = torch.tensor([0]).to(device)
         scalars = (config.temperature, config.top_p or 1.0, config.repetition_penalty)
         self.temperature, self.top_p, self.penalty = (torch.tensor([value]).to(device) for value in scalars)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """What a captured call of it holds as it was: everything but its tensors."""
+        config = self.config
+        filters = (config.greedy, config.top_k, config.top_p is not None and config.top_p < 1.0)
+        ends = 0 if self.eos is None else len(self.eos)
+        return (*filters, config.repetition_penalty != 1.0, ends, self.pad_token_id)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that a call reads and writes after its first, by the names of the attributes."""
+        names = ("eos", "finished", "seen", "seed", "step", "temperature", "top_p", "penalty")
+        return {name: value for name in names if isinstance(value := getattr(self, name), torch.Tensor)}
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """(B, V) -> tokens (B,) int64."""

@@ -102,9 +102,18 @@ class CapturedStep(Generic[T]):
     def captured(self) -> bool:
         return self._captured
 
+    def forget_run(self) -> None:
+        """Lets go of `run` and what it holds, such as the model; a captured step needs it no more."""
+        assert self._captured, "a step that is not captured runs `run`"
+        self._run = _gone
+
     def _refuse(self, reason: str) -> None:
         self.refusal, self._graph = reason, None
         logger.warning("decoding runs without a CUDA graph: %s", reason)
+
+
+def _gone() -> Any:
+    raise AssertionError("a captured step is replayed")
 
 
 class StaticInputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -27,24 +28,25 @@ class ModelSnapshot:
 
     Values of weights may change in place. Noticed are other modules, weights, dtypes and devices, hooks, adapters,
     training mode, implementations of attention and experts, autocast and the precision of products. Not noticed are
-    numbers that a config or a module holds, such as a window.
+    numbers that a config or a module holds, such as a window. It does not keep the model alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._variables = list(map(vars, self._modules))
+        modules = list(model.modules())
+        self._model, self._parts = weakref.ref(model), modules[1:]
+        self._variables = list(map(vars, modules))
         self._dicts = [one[name] for one in self._variables for name in _MEMBERS]
         self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
         self._tensors = [one for one in self._members if isinstance(one, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._kinds = list(map(type, self._modules))
+        self._kind, self._kinds = type(model), list(map(type, self._parts))
         self._hooks = [one[name] for one in self._variables for name in _HOOKS]
         self._watched = self._count_hooks()
-        configs: list[Any] = [getattr(module, "config", None) for module in self._modules]
+        configs: list[Any] = [getattr(module, "config", None) for module in modules]
         self._configs = list({id(one): one for one in configs if hasattr(one, "_attn_implementation")}.values())
         # PEFT's layers; transformers' models have methods of the same names
         self._adapters: list[Any] = [
-            one for one in self._modules if isinstance(getattr(one, "merged_adapters", None), list)
+            one for one in self._parts if isinstance(getattr(one, "merged_adapters", None), list)
         ]
         self._device = self._tensors[0].device.type if self._tensors else "cpu"
         self._settings = self._read_settings()
@@ -56,7 +58,8 @@ class ModelSnapshot:
             sum(map(len, self._dicts)) == len(self._members)
             and all(map(operator.is_, members, self._members))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and list(map(type, self._modules)) == self._kinds
+            and type(self._model()) is self._kind
+            and list(map(type, self._parts)) == self._kinds
             and self._count_hooks() == self._watched
             and self._read_settings() == self._settings
         )
@@ -66,7 +69,7 @@ class ModelSnapshot:
 
     def _read_settings(self) -> tuple[Any, ...]:
         return (
-            any(map(operator.attrgetter("training"), self._modules)),
+            any(map(operator.itemgetter("training"), self._variables)),
             [(one._attn_implementation, getattr(one, "_experts_implementation", None)) for one in self._configs],
             [
                 (tuple(one.active_adapters), one.disable_adapters, tuple(one.merged_adapters), dict(one.scaling))
@@ -77,6 +80,26 @@ class ModelSnapshot:
             torch.get_float32_matmul_precision(),
             list(map(os.environ.get, _VARIABLES)),
         )
+
+
+def plain_values(model: nn.Module) -> list[Any]:
+    """The numbers, strings and sequences of them that modules and configs hold: what a snapshot does not look at at
+    each token, and a call does that goes on from another one's captured step."""
+    found: list[Any] = []
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        found.append({name: value for name, value in vars(module).items() if _is_plain(value)})
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+    found += [{name: repr(value) for name, value in vars(one).items()} for one in configs.values()]
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def capture_refusal(model: nn.Module, *, before_prompt: bool = False) -> str | None:

@@ -106,7 +106,13 @@ def recorded_graphs(monkeypatch: Any) -> Iterator[dict[str, int]]:
         patch.setattr(captured, "reads_little", lambda *_: True)
         patch.setattr(captured_generation, "reads_little", lambda *_: True)
         patch.setattr(GenerationMixin, "_valid_auto_compile_criteria", _as_on_a_gpu)
-        yield RecordedGraph.counts
+        for module in (captured, captured_generation):  # of other tests
+            module._KEPT.clear()
+        try:
+            yield RecordedGraph.counts
+        finally:
+            for module in (captured, captured_generation):
+                module._KEPT.clear()
 
 
 def _as_on_a_gpu(model: Any, kwargs: Any, generation_config: Any) -> bool:

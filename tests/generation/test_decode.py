@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from easytorch.cache.static import bucket
 from easytorch.generation import generate_tokens
-from easytorch.generation.decoders import align_right, bucket
+from easytorch.generation.decoders import align_right
 
 CACHES = ["dynamic", "static"]
 
