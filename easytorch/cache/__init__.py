@@ -6,6 +6,7 @@ quantized.py    quantized keys and values
 ragged_pages.py `RaggedPagesCache`: pages of a pool, shared by sequences with a common prefix
 ragged_step.py  `RaggedStep`: one call for tokens of many sequences, whose keys and values lie in such pages, and
                 `DecodeStep`: one token of each, from static tensors
+page_slots.py   where tokens go in such pages, for an operator that writes and attends in one call
 static.py       a cache of fixed size, of all tokens in every layer
 state_slots.py  `StateSlots`: states of recurrent layers, one slot a sequence
 page_table.py   which pages hold which tokens

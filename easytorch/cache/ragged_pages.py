@@ -15,7 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from easytorch.cache.arguments import positive
 from easytorch.cache.memory import free_and_total
 from easytorch.cache.metadata import sizes_of
+from easytorch.cache.page_slots import Pages, fit
 from easytorch.cache.page_table import PageTable
+from easytorch.kernels.decoder_step.native import PageSlots
 from easytorch.kernels.ragged_page.write import write_pages
 from easytorch.operations import OperationRegistry
 
@@ -207,6 +209,22 @@ class RaggedPagesCache(Cache):
         attended: Tensor = output.attention_outputs.unflatten(0, (batch, length))
         return attended
 
+    def page_slots(
+        self, layer_idx: int, rows: int, length: int, dtype: torch.dtype, sizes: tuple[int, int]
+    ) -> Pages | None:
+        """Pages for `length` more tokens of each of `rows` rows, for one operator that writes their keys and values, of
+        `sizes` (heads, head_dim), and attends. None: not in these pages."""
+        layer = self._of(layer_idx)
+        pools = layer.key_pages, layer.value_pages
+        if not fit(pools, dtype, sizes):
+            return None
+        end = layer.length + length
+        slots = layer.allocate(rows, end)
+        lens = torch.full((rows,), end, dtype=torch.int32)
+        starts = torch.arange(rows + 1, dtype=torch.int32) * length
+        made = PageSlots(*pools, slots, lens, self.block_tables, starts)
+        return Pages(made, lambda: setattr(layer, "length", end))
+
     def reserve(self, rows: int, start: int, end: int) -> None:
         """Allocates pages for tokens [start, end) of every row; the first call sets the number of rows."""
         if end > self.metadata.max_model_length:
@@ -294,14 +312,18 @@ class _Layer(CacheLayerMixin):
                 f"the pages are of (heads, key and value head_dim) {expected} in {self.dtype}, and layer {self.index} "
                 f"gives {(key.shape[1], key.shape[-1], value.shape[-1])} in {key.dtype}"
             )
-        start, end = self.length, self.length + key.shape[2]
-        self.cache.reserve(key.shape[0], start, end)
-        size = self.cache.metadata.page_size
-        places = torch.arange(start, end, device=key.device)
-        slots = self.cache.block_tables[:, places // size].long() * size + places % size
+        end = self.length + key.shape[2]
+        slots = self.allocate(key.shape[0], end)
         key_rows, value_rows = (one.transpose(1, 2).flatten(0, 1) for one in (key, value))
-        write_pages(self.key_pages, self.value_pages, key_rows, value_rows, slots.flatten())
+        write_pages(self.key_pages, self.value_pages, key_rows, value_rows, slots)
         self.length = end
+
+    def allocate(self, rows: int, end: int) -> Tensor:
+        """The slots of tokens [length, end) of every row, (rows * tokens,), in pages of their own."""
+        self.cache.reserve(rows, self.length, end)
+        size = self.cache.metadata.page_size
+        places = torch.arange(self.length, end, device=self.device)
+        return (self.cache.block_tables[:, places // size].long() * size + places % size).flatten()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.write(key_states, value_states)

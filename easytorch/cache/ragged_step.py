@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from easytorch.cache.page_slots import Pages, fit
 from easytorch.cache.ragged_pages import RaggedPagesCache
 from easytorch.cache.sequence_pages import SequencePages
 from easytorch.cache.state_slots import SequenceStates, StateSlots
+from easytorch.kernels.decoder_step.native import PageSlots
 from easytorch.kernels.ragged_page.write import write_pages
 from easytorch.operations import OperationRegistry
 
@@ -80,6 +82,16 @@ class RaggedStep:
         )  # fmt: skip
         attended: Tensor = output.attention_outputs[None]
         return attended
+
+    def page_slots(
+        self, layer_idx: int, rows: int, length: int, dtype: torch.dtype, sizes: tuple[int, int]
+    ) -> Pages | None:
+        """Where the keys and values of the step's tokens go, and what each sees, for one operator that writes and
+        attends: `rows` of `length` tokens, keys and values of `sizes` (heads, head_dim). None: not in these pages."""
+        pools = self._cache.pools(layer_idx)
+        if rows != 1 or length != len(self.slots) or not fit(pools, dtype, sizes):
+            return None
+        return Pages(PageSlots(*pools, self.slots, *self._tables[None]))
 
     def _tables_within(self, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tables of attention within chunks of `chunk_size` tokens."""

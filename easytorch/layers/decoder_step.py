@@ -8,7 +8,7 @@ operator lacks are refused, and the modules run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from easytorch.layers.gate import activation_of
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.head_norm import HeadNormAttention
 from easytorch.layers.linear import watched
+from easytorch.layers.masks import CHUNKED
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.quantized import QuantizedLinear
@@ -42,6 +43,8 @@ from easytorch.operations.dispatch.environment import untouched
 _ATTENTION = tuple(
     (name, getattr(GroupedAttention, name)) for name in ("forward", "project", "projections", "project_output")
 )
+# Over pages these too, which say what is attended to there.
+_OVER_PAGES = tuple((name, getattr(GroupedAttention, name)) for name in ("attend_to_cache", "features_of_pages"))
 _FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in ("forward", "projections"))
 # of rotations also whether heads are normalized before them
 _ROTATIONS: dict[Any, bool] = {GroupedAttention.rotate: False, HeadNormAttention.rotate: True}
@@ -56,11 +59,14 @@ def steps(x: Tensor) -> bool:
 
 
 def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """x + attention(norm(x)) for x that `steps` takes, (B, 1, D) -> (B, 1, D); None where the modules are to run.
+    """x + attention(norm(x)) for x that `steps` takes, (B, T, D) -> (B, T, D); None where the modules are to run.
+
+    T is 1, or any where the cache has pages.
 
     kwargs: those that the attention is called with.
     """
-    if x.shape[1] != 1:
+    page_slots = getattr(kwargs.get(CACHE), "page_slots", None)
+    if x.shape[1] != 1 and page_slots is None:
         return None
     kind: Any = type(module)
     normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
@@ -80,6 +86,8 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
     if weights is None:
         return None
     positions = kwargs.get("position_embeddings") if attention_.use_rope else None
+    if page_slots is not None:
+        return _over_pages(module, x, weights, positions, page_slots, kwargs)
     if positions is not None and not _fits_angles(positions, x, attention_.head_dim):
         return None
     target = slot_of(past, attention_.layer_idx, x.shape[0], x.dtype)
@@ -97,7 +105,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
             slot = slot._replace(first=slot.end - window)
     elif not _fits_mask(mask, x, attention_.num_heads, slot.end - slot.first):
         return None
-    if sinks is not None and not (type(sinks) is nn.Parameter and sinks.dtype is x.dtype and sinks.is_contiguous()):
+    if not _is_plain(sinks, x):
         return None
     # looked at one by one above: `contract.resolve` takes as long as a small product
     call = AttentionCall(mask=mask, sinks=sinks, scale=scale, softcap=softcap)
@@ -105,6 +113,41 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
     attended = cpu.attention_step(x, weights, positions, slot, call)
     target.written()
     return attended
+
+
+def _over_pages(
+    module: Any,
+    x: Tensor,
+    weights: AttentionWeights,
+    positions: Any,
+    page_slots: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor | None:
+    """`attention_step` over a cache that has keys and values in pages; a row of the operator is a token."""
+    if kwargs.get("attention_mask") is not None or not _is(type(module), _OVER_PAGES) or module.layer_type == CHUNKED:
+        return None
+    batch, length, width = x.shape
+    rows = x.view(batch * length, 1, width)
+    if positions is not None:
+        positions = _of_rows(positions, batch, length)
+        if positions is None or not _fits_angles(positions, rows, module.head_dim):
+            return None
+    features = module.features()
+    sinks, window = features.get("s_aux"), features.get("sliding_window")
+    if not _is_plain(sinks, x) or not (window is None or type(window) is int):
+        return None
+    sizes = module.num_key_value_heads, module.head_dim
+    pages = page_slots(module.layer_idx, batch, length, x.dtype, sizes)
+    if pages is None:
+        return None
+    # a token sees itself and what is before it
+    call = AttentionCall(
+        sinks=sinks, scale=module.scaling, left=None if window is None else window - 1, right=0,
+        softcap=features.get("softcap"),
+    )  # fmt: skip
+    attended = cpu.attention_step_pages(rows, weights, positions, pages.slots, call)
+    pages.written()
+    return attended.view(x.shape)
 
 
 def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:
@@ -207,6 +250,23 @@ def _codes(layer: QuantizedLinear) -> QuantizedProjection | None:
 def _stored(settings: FormatSettings, columns: int) -> tuple[str, int]:
     """The format's name in `quantized_matmul`, and its columns of a group."""
     return settings.storage, settings.columns(columns)
+
+
+def _of_rows(positions: Any, batch: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """cos and sin (B or 1, T, R) as those of B * T rows of one token; None where they are of other tokens."""
+    cos, sin = positions
+    if type(cos) is not Tensor or type(sin) is not Tensor or cos.dim() != 3 or sin.shape != cos.shape:
+        return None
+    if cos.shape[1] != length or cos.shape[0] not in (1, batch):
+        return None
+    if length == 1:
+        return cos, sin
+    size = (batch * length, 1, cos.shape[2])
+    return cos.expand(batch, -1, -1).reshape(size), sin.expand(batch, -1, -1).reshape(size)
+
+
+def _is_plain(given: Any, x: Tensor) -> bool:
+    return given is None or (type(given) is nn.Parameter and given.dtype is x.dtype and given.is_contiguous())
 
 
 def _fits_angles(positions: Any, x: Tensor, dim: int) -> bool:

@@ -27,7 +27,12 @@ MASKS_OF_INDEXED = {INDEXED: functools.partial(create_causal_mask, allow_is_caus
 
 
 class SparseIndexer(nn.Module):
-    """The k tokens whose scores are largest: sum over heads of weight * relu(query . key), in float32."""
+    """The k tokens whose scores are largest: sum over heads of weight * relu(query . key), in float32.
+
+    Of tokens that score exactly alike those of `torch.topk` are taken, as by transformers and by DeepSeek's own code,
+    which define no order: which these are depends on the length of the row, so that a prompt in one call and one in
+    parts may differ there. A score of 0, of a key that no head matches, is the usual tie, and rare with 64 heads.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()

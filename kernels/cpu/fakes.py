@@ -150,6 +150,11 @@ def attention_step(x: Tensor, *given: Any) -> Tensor:
 
 
 @_fake
+def attention_step_pages(x: Tensor, *given: Any) -> Tensor:
+    return _like(x)
+
+
+@_fake
 def feed_forward_step(x: Tensor, *given: Any) -> Tensor:
     return _like(x)
 

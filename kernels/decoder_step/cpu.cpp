@@ -1,10 +1,11 @@
-// The operators easytorch_cpu::attention_step and easytorch_cpu::feed_forward_step: a decoder layer's two halves for one
-// token of each row, each one parallel region.
+// The operators easytorch_cpu::attention_step, of a cache or of pages, and easytorch_cpu::feed_forward_step: a decoder
+// layer's two halves for one token of each row, each one parallel region.
 #include "cpu_products.h"
 
 #include "../attention/cpu_call.h"
 #include "../decode/cpu_attention.h"
 #include "../glu/cpu_gate.h"
+#include "../ragged_page/cpu_pages.h"
 #include "../rms_norm/cpu_norm.h"
 #include "../rotary/cpu_turn.h"
 #include "cpu_step.h"
@@ -169,58 +170,122 @@ char* key_at(const DecodeCache& cache, int64_t b, int64_t head, int64_t n, int64
          (b * cache.of_batch + head * cache.of_head + n * cache.of_key) * size;
 }
 
-// x + o(attention(rotated(q(norm(x))), keys, values)): the token's key and value are written to `slot` of the cache, and the
-// keys [first, end) are seen.
-void attention_step(uint64_t* stack, uint64_t, uint64_t) {
-  const Tensor hidden(stack[0]), norm(stack[1]);
-  const Projection to_query(stack + 2), to_key(stack + 2 + Projection::FIELDS), to_value(stack + 2 + 2 * Projection::FIELDS),
-      to_output(stack + 2 + 3 * Projection::FIELDS);
-  const uint64_t* const others = stack + 2 + 4 * Projection::FIELDS;
-  const Tensor query_norm(others[0]), key_norm(others[1]), cos(others[2]), sin(others[3]), keys(others[4]), values(others[5]);
-  const AttentionCall given(others + 6);
-  const uint64_t* const after = others + 6 + AttentionCall::FIELDS;
-  const double eps = number_of(after[0]), head_eps = number_of(after[1]);
-  const int64_t first = static_cast<int64_t>(after[2]), slot = static_cast<int64_t>(after[3]),
-                end = static_cast<int64_t>(after[4]);
-  const int64_t threads = static_cast<int64_t>(after[5]), level = static_cast<int64_t>(after[6]);
-  const Hidden x(hidden);
-  const int32_t dtype = x.dtype;
-  const int64_t batch = x.rows, size = size_of(dtype), seen = end - first;
-  require(keys.dim == 4 && values.dim == 4, "attention_step: the cache is (B, K, C, D)");
-  const int64_t kv_heads = keys.sizes[1], dim = keys.sizes[3], value_dim = values.sizes[3];
-  require(kv_heads > 0 && dim > 0 && value_dim > 0 && to_query.weight.dim == 2 && to_query.rows() % (kv_heads * dim) == 0,
-          "attention_step: heads a multiple of those of the keys are needed");
-  const int64_t heads = to_query.rows() / dim, group = heads / kv_heads;
-  require(heads > 0 && to_query.fits(heads * dim, x.width, hidden.dtype) &&
-              to_key.fits(kv_heads * dim, x.width, hidden.dtype) &&
-              to_value.fits(kv_heads * value_dim, x.width, hidden.dtype) &&
-              to_output.fits(x.width, heads * value_dim, hidden.dtype),
-          "attention_step: the projections do not fit");
-  require(given.left == UNBOUNDED && !given.bias, "attention_step has no window and no bias");
-  require(first <= slot && slot < end && threads > 0, "attention_step: the token is none of the keys, or no threads");
-  const void *query_weight = weight_of(query_norm, dim, hidden), *key_weight = weight_of(key_norm, dim, hidden);
-  const Angles angles(cos, sin, batch, dim, hidden);
-  const DecodeCache key_cache = cache_of(keys, batch, kv_heads, dim, first, end, hidden);
-  const DecodeCache value_cache = cache_of(values, batch, kv_heads, value_dim, first, end, hidden);
+// What both operators of attention are given at first.
+struct AttentionInputs {
+  static constexpr int FIELDS = 6 + 4 * Projection::FIELDS;
 
-  const DecodeFunctions& attention = decode_of(level);
+  explicit AttentionInputs(const uint64_t* stack)
+      : hidden(stack[0]), norm(stack[1]), to_query(stack + 2), to_key(stack + 2 + Projection::FIELDS),
+        to_value(stack + 2 + 2 * Projection::FIELDS), to_output(stack + 2 + 3 * Projection::FIELDS),
+        query_norm(stack[FIELDS - 4]), key_norm(stack[FIELDS - 3]), cos(stack[FIELDS - 2]), sin(stack[FIELDS - 1]),
+        x(hidden) {}
+
+  // Of keys and values of these sizes; `threads` and the call are looked at too.
+  void check(const AttentionCall& given, int64_t threads) {
+    require(kv_heads > 0 && dim > 0 && value_dim > 0 && to_query.weight.dim == 2 &&
+                to_query.rows() % (kv_heads * dim) == 0,
+            "attention_step: heads a multiple of those of the keys are needed");
+    heads = to_query.rows() / dim, group = heads / kv_heads;
+    require(heads > 0 && to_query.fits(heads * dim, x.width, hidden.dtype) &&
+                to_key.fits(kv_heads * dim, x.width, hidden.dtype) &&
+                to_value.fits(kv_heads * value_dim, x.width, hidden.dtype) &&
+                to_output.fits(x.width, heads * value_dim, hidden.dtype),
+            "attention_step: the projections do not fit");
+    require(!given.bias && threads > 0, "attention_step has no bias, and takes threads");
+  }
+
+  const Tensor hidden, norm;
+  const Projection to_query, to_key, to_value, to_output;
+  const Tensor query_norm, key_norm, cos, sin;
+  const Hidden x;
+  int64_t heads = 0, kv_heads = 0, dim = 0, value_dim = 0, group = 0;
+};
+
+// Attention of a token of each row over a dense cache. `pack` the heads of every row, whose keys and values are written to
+// where `key_at` and `value_at` say, then run all tasks, then `combine` every head: as `PagedRows`.
+class DenseRows {
+ public:
+  DenseRows(const DecodeFunctions& functions, const DecodeCall& call, int64_t batch, int64_t seen, int64_t slot)
+      : functions_(functions), call_(call), batch_(batch), seen_(seen), slot_(slot), size_(size_of(call.dtype)),
+        group_(call.heads / call.kv_heads), packing_(functions.packing(call.dtype)),
+        padded_((call.dim + packing_.step - 1) / packing_.step * packing_.step), packed_size_(size_of(packing_.dtype)),
+        chunks_((seen + CHUNK - 1) / CHUNK), splits_(batch * chunks_ >= TASKS ? 1 : call.kv_heads),
+        row_(functions.sums_row(call.value_dim)), stride_(batch * call.heads * row_),
+        queries_(lines(batch * call.heads * padded_ * packed_size_)), sums_(new float[static_cast<size_t>(chunks_ * stride_)]) {}
+
+  char* key_at(int64_t b, int64_t kv) const { return easytorch::key_at(call_.key, b, kv, slot_, size_); }
+  char* value_at(int64_t b, int64_t kv) const { return easytorch::key_at(call_.value, b, kv, slot_, size_); }
+  void pack(int64_t b, int64_t h, const char* from, int64_t stride) const {
+    functions_.pack(from, stride, call_.dtype, call_.dim, group_, packing_,
+                    queries_.get() + ((b * call_.heads + h / group_ * group_) * padded_ + h % group_ * packing_.step) *
+                                         packed_size_);
+  }
+  int64_t tasks() const { return batch_ * chunks_ * splits_; }
+  void attend(int64_t task, char*) const {
+    const int64_t kv = task % splits_, chunk = task / splits_ % chunks_, b = task / splits_ / chunks_;
+    const int64_t from = chunk * CHUNK;
+    const DecodePart part{b, from, seen_ - from < CHUNK ? seen_ : from + CHUNK, splits_ == 1 ? 0 : kv,
+                          splits_ == 1 ? call_.kv_heads : kv + 1, group_,
+                          queries_.get() + b * call_.heads * padded_ * packed_size_,
+                          sums_.get() + chunk * stride_ + b * call_.heads * row_, nullptr, nullptr};
+    functions_.attend(&call_, &part);
+  }
+  void combine(int64_t b, int64_t h) const {
+    functions_.combine(&call_, b, h, sums_.get() + (b * call_.heads + h) * row_, chunks_, stride_);
+  }
+
+ private:
+  const DecodeFunctions& functions_;
+  const DecodeCall& call_;
+  const int64_t batch_, seen_, slot_, size_, group_;
+  const SkinnyPacking packing_;
+  const int64_t padded_, packed_size_, chunks_, splits_, row_, stride_;
+  const Buffer queries_;
+  const std::unique_ptr<float[]> sums_;
+};
+
+// A token of each row over pages: slots (N,), -1 for a token that is not kept.
+class PagedStepRows : public PagedRows {
+ public:
+  PagedStepRows(const DecodeFunctions& functions, const DecodeCall& call, PagePlan plan, int64_t page_size,
+                std::vector<int64_t> slots)
+      : PagedRows(functions, call, std::move(plan), page_size), call_(call), page_size_(page_size),
+        size_(size_of(call.dtype)), slots_(std::move(slots)) {}
+
+  char* key_at(int64_t row, int64_t kv) const { return at(call_.key, row, kv); }
+  char* value_at(int64_t row, int64_t kv) const { return at(call_.value, row, kv); }
+
+ private:
+  char* at(const DecodeCache& pool, int64_t row, int64_t kv) const {
+    const int64_t slot = slots_[static_cast<size_t>(row)];
+    return slot < 0 ? nullptr : easytorch::key_at(pool, slot / page_size_, kv, slot % page_size_, size_);
+  }
+
+  const DecodeCall& call_;
+  const int64_t page_size_, size_;
+  const std::vector<int64_t> slots_;
+};
+
+// x + o(attention(rotated(q(norm(x))), keys, values)), after the tokens' keys and values were written. attended: the output
+// of `over`, (B, H, Dv).
+template <class Rows>
+uint64_t attend_step(const AttentionInputs& in, const Rows& over, char* attended, double eps, double head_eps,
+                     int64_t threads, int64_t level) {
+  const Hidden& x = in.x;
+  const int32_t dtype = x.dtype;
+  const int64_t batch = x.rows, size = size_of(dtype), heads = in.heads, kv_heads = in.kv_heads, dim = in.dim,
+                value_dim = in.value_dim, group = in.group;
+  const void *query_weight = weight_of(in.query_norm, dim, in.hidden), *key_weight = weight_of(in.key_norm, dim, in.hidden);
+  const Angles angles(in.cos, in.sin, batch, dim, in.hidden);
   const NormFunctions& norms = norm_of(level);
   const StepFunctions& step = step_of(level);
   const TurnFunctions& turns = turn_of(level);
-  const NormalizedRows rows(x, weight_of(norm, x.width, hidden), eps, level, threads,
-                            {&to_query, &to_key, &to_value});
-  const PackedRows output_rows(level, batch, heads * value_dim, dtype, threads, {&to_output});
-  const SkinnyPacking packing = attention.packing(dtype);
-  const int64_t padded = (dim + packing.step - 1) / packing.step * packing.step, packed_size = size_of(packing.dtype);
+  const NormalizedRows rows(x, weight_of(in.norm, x.width, in.hidden), eps, level, threads,
+                            {&in.to_query, &in.to_key, &in.to_value});
+  const PackedRows output_rows(level, batch, heads * value_dim, dtype, threads, {&in.to_output});
   const Buffer query = lines(batch * heads * dim * size), key = lines(batch * kv_heads * dim * size),
-              value = lines(batch * kv_heads * value_dim * size), attended = lines(batch * heads * value_dim * size),
-              queries = lines(batch * heads * padded * packed_size), heads_of_threads = lines(2 * threads * dim * size);
-  const int64_t chunks = (seen + CHUNK - 1) / CHUNK, splits = batch * chunks >= TASKS ? 1 : kv_heads;
-  const int64_t row = attention.sums_row(value_dim), stride = batch * heads * row;
-  const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(chunks * stride)]);
-  const DecodeCall call{dtype, heads, kv_heads, dim, value_dim, key_cache, value_cache,
-                        given.rules(batch, heads, 1, seen), attended.get()};
-  Tensor y(empty(3, hidden.sizes, hidden.dtype));
+              value = lines(batch * kv_heads * value_dim * size), heads_of_threads = lines(2 * threads * dim * size);
+  Tensor y(empty(3, in.hidden.sizes, in.hidden.dtype));
 
   // A head of the query or of the keys: normalized where there is a weight, and rotated.
   const auto rotate = [&](const char* from, const void* weight, char* to, int64_t b, char* between) {
@@ -228,7 +293,7 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
     if (weight != nullptr) norms.rms(from, weight, normalized, dim, dtype, static_cast<float>(head_eps));
     const char* const source = weight != nullptr ? normalized : from;
     if (angles.turned > 0) {
-      turns.halves(source, angles.row(cos, b, size), angles.row(sin, b, size), to, angles.turned, dim, dtype);
+      turns.halves(source, angles.row(in.cos, b, size), angles.row(in.sin, b, size), to, angles.turned, dim, dtype);
     } else if (source != to) {
       memcpy(to, source, static_cast<size_t>(dim * size));
     }
@@ -238,26 +303,19 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
     const int64_t b = task / kv_heads, kv = task % kv_heads;
     char* const between = heads_of_threads.get() + 2 * thread * dim * size;
     char* const turned = between + dim * size;
-    for (int64_t i = 0; i < group; ++i) {
-      const int64_t h = kv * group + i;
+    for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
       rotate(query.get() + (b * heads + h) * dim * size, query_weight, turned, b, between);
-      attention.pack(turned, 1, dtype, dim, group, packing,
-                     queries.get() + ((b * heads + kv * group) * padded + i * packing.step) * packed_size);
+      over.pack(b, h, turned, 1);
     }
-    rotate(key.get() + task * dim * size, key_weight, key_at(key_cache, b, kv, slot - first, size), b, between);
-    memcpy(key_at(value_cache, b, kv, slot - first, size), value.get() + task * value_dim * size,
-           static_cast<size_t>(value_dim * size));
-  };
-  const auto attend = [&](int64_t task) {
-    const int64_t kv = task % splits, chunk = task / splits % chunks, b = task / splits / chunks, from = chunk * CHUNK;
-    const DecodePart part{b, from, seen - from < CHUNK ? seen : from + CHUNK, splits == 1 ? 0 : kv,
-                          splits == 1 ? kv_heads : kv + 1, group, queries.get() + b * heads * padded * packed_size,
-                          sums.get() + chunk * stride + b * heads * row, nullptr, nullptr};
-    attention.attend(&call, &part);
+    char* const kept = over.key_at(b, kv);
+    if (kept == nullptr) return;
+    rotate(key.get() + task * dim * size, key_weight, kept, b, between);
+    memcpy(over.value_at(b, kv), value.get() + task * value_dim * size, static_cast<size_t>(value_dim * size));
   };
 
-  Phase projecting(to_query.tasks() + to_key.tasks() + to_value.tasks(), threads), turning(batch * kv_heads, threads),
-      attending(batch * chunks * splits, threads), combining(batch * heads, threads), closing(to_output.tasks(), threads);
+  Phase projecting(in.to_query.tasks() + in.to_key.tasks() + in.to_value.tasks(), threads),
+      turning(batch * kv_heads, threads), attending(over.tasks(), threads), combining(batch * heads, threads),
+      closing(in.to_output.tasks(), threads);
   parallel_for(threads, 1, [&](int64_t thread, int64_t) {
     const PackedRows::Packed normalized = rows.make(thread);
     const Product of_query = rows.packed.product(normalized, 0, query.get());
@@ -268,31 +326,100 @@ void attention_step(uint64_t* stack, uint64_t, uint64_t) {
       product.run(block.begin, block.end);
     };
     projecting.run(thread, [&](int64_t task) {
-      if (task < to_query.tasks()) return project(to_query, of_query, task);
-      task -= to_query.tasks();
-      if (task < to_key.tasks()) return project(to_key, of_key, task);
-      project(to_value, of_value, task - to_key.tasks());
+      if (task < in.to_query.tasks()) return project(in.to_query, of_query, task);
+      task -= in.to_query.tasks();
+      if (task < in.to_key.tasks()) return project(in.to_key, of_key, task);
+      project(in.to_value, of_value, task - in.to_key.tasks());
     });
     turning.run(thread, [&](int64_t task) { turn_group(thread, task); });
-    attending.run(thread, attend);
-    combining.run(thread, [&](int64_t task) {
-      attention.combine(&call, task / heads, task % heads, sums.get() + task * row, chunks, stride);
-    });
-    const Product to_hidden = output_rows.product(output_rows.pack(attended.get(), thread), 0, y.data);
-    closing.run(thread, [&](int64_t task) { add_residual(step, to_hidden, x, to_output, task); });
+    attending.run(thread, [&](int64_t task) { over.attend(task, nullptr); });
+    combining.run(thread, [&](int64_t task) { over.combine(task / heads, task % heads); });
+    const Product to_hidden = output_rows.product(output_rows.pack(attended, thread), 0, y.data);
+    closing.run(thread, [&](int64_t task) { add_residual(step, to_hidden, x, in.to_output, task); });
   });
-  stack[0] = y.release();
+  return y.release();
+}
+
+// Over a cache (B, K, C, D): the token's key and value are written to `slot`, and the keys [first, end) are seen.
+void attention_step(uint64_t* stack, uint64_t, uint64_t) {
+  AttentionInputs in(stack);
+  const Tensor keys(stack[AttentionInputs::FIELDS]), values(stack[AttentionInputs::FIELDS + 1]);
+  const AttentionCall given(stack + AttentionInputs::FIELDS + 2);
+  const uint64_t* const after = stack + AttentionInputs::FIELDS + 2 + AttentionCall::FIELDS;
+  const double eps = number_of(after[0]), head_eps = number_of(after[1]);
+  const int64_t first = static_cast<int64_t>(after[2]), slot = static_cast<int64_t>(after[3]),
+                end = static_cast<int64_t>(after[4]);
+  const int64_t threads = static_cast<int64_t>(after[5]), level = static_cast<int64_t>(after[6]);
+  const int64_t batch = in.x.rows, seen = end - first;
+  require(keys.dim == 4 && values.dim == 4, "attention_step: the cache is (B, K, C, D)");
+  in.kv_heads = keys.sizes[1], in.dim = keys.sizes[3], in.value_dim = values.sizes[3];
+  in.check(given, threads);
+  require(given.left == UNBOUNDED, "attention_step has no window: `first` is given");
+  require(first <= slot && slot < end, "attention_step: the token is none of the keys");
+  const DecodeCache key_cache = cache_of(keys, batch, in.kv_heads, in.dim, first, end, in.hidden);
+  const DecodeCache value_cache = cache_of(values, batch, in.kv_heads, in.value_dim, first, end, in.hidden);
+  const Buffer attended = lines(batch * in.heads * in.value_dim * size_of(in.x.dtype));
+  const DecodeCall call{in.x.dtype, in.heads, in.kv_heads, in.dim, in.value_dim, key_cache, value_cache,
+                        given.rules(batch, in.heads, 1, seen), attended.get()};
+  const DenseRows rows(decode_of(level), call, batch, seen, slot - first);
+  stack[0] = attend_step(in, rows, attended.get(), eps, head_eps, threads, level);
+}
+
+// Over pages (P, size, K, D): row n's key and value are written to slots[n], page * size + offset, -1 for none, before any
+// row attends; what a row sees is what ragged_page's tables and the window say. Every row is a sequence's.
+void attention_step_pages(uint64_t* stack, uint64_t, uint64_t) {
+  AttentionInputs in(stack);
+  const uint64_t* const others = stack + AttentionInputs::FIELDS;
+  const Tensor keys(others[0]), values(others[1]), slots(others[2]), context_lens(others[3]), block_tables(others[4]),
+      query_start_loc(others[5]);
+  const AttentionCall given(others + 6);
+  const uint64_t* const after = others + 6 + AttentionCall::FIELDS;
+  const double eps = number_of(after[0]), head_eps = number_of(after[1]);
+  const int64_t threads = static_cast<int64_t>(after[2]), level = static_cast<int64_t>(after[3]);
+  const int64_t tokens = in.x.rows;
+  require(keys.dim == 4 && values.dim == 4 && keys.dtype == in.hidden.dtype && values.dtype == in.hidden.dtype,
+          "attention_step_pages: the pages are (P, size, K, D), of the dtype of the hidden states");
+  const int64_t page_count = keys.sizes[0], page_size = keys.sizes[1];
+  require(page_size > 0 && values.sizes[0] == page_count && values.sizes[1] == page_size && values.sizes[2] == keys.sizes[2],
+          "attention_step_pages: key_pages and value_pages do not fit");
+  in.kv_heads = keys.sizes[2], in.dim = keys.sizes[3], in.value_dim = values.sizes[3];
+  in.check(given, threads);
+  require(!given.mask, "attention_step_pages has no mask");
+  require(slots.dim == 1 && slots.sizes[0] == tokens && context_lens.dim == 1 && block_tables.dim == 2 &&
+              query_start_loc.dim == 1 && block_tables.sizes[0] == context_lens.sizes[0] &&
+              query_start_loc.sizes[0] == context_lens.sizes[0] + 1,
+          "attention_step_pages: tables are (N,), (B,), (B, columns) and (B + 1,)");
+  const TableNumbers given_slots(slots);
+  std::vector<int64_t> places(static_cast<size_t>(tokens));
+  for (int64_t n = 0; n < tokens; ++n) {
+    const int64_t slot = given_slots.at(n * slots.strides[0]);
+    require(-1 <= slot && slot < page_count * page_size, "attention_step_pages: slots are -1 or lie in the pages");
+    places[static_cast<size_t>(n)] = slot;
+  }
+  PagePlan plan = plan_of(tokens, page_count, page_size, TableNumbers(context_lens), TableNumbers(block_tables),
+                          TableNumbers(query_start_loc), given.left, given.right, tokens, rows_of_block(in.group));
+  const Buffer attended = lines(tokens * in.heads * in.value_dim * size_of(in.x.dtype));
+  const DecodeCall call{in.x.dtype, in.heads, in.kv_heads, in.dim, in.value_dim, pool_of(keys), pool_of(values),
+                        given.rules(1, in.heads, 1, 0), attended.get()};
+  const PagedStepRows rows(decode_of(level), call, std::move(plan), page_size, std::move(places));
+  require(rows.computed == tokens, "attention_step_pages: every row is a sequence's");
+  stack[0] = attend_step(in, rows, attended.get(), eps, head_eps, threads, level);
 }
 
 }  // namespace
 
+#define ATTENTION_STEP                                                                                                  \
+  "Tensor x, Tensor norm, " PROJECTION("query") ", " PROJECTION("key") ", " PROJECTION("value") ", " PROJECTION("output") \
+  ", Tensor query_norm, Tensor key_norm, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+
 void register_decoder_step(Library& library) {
-  library.define(
-      "attention_step(Tensor x, Tensor norm, " PROJECTION("query") ", " PROJECTION("key") ", " PROJECTION("value") ", "
-      PROJECTION("output") ", Tensor query_norm, Tensor key_norm, Tensor cos, Tensor sin, "
-      "Tensor(a!) keys, Tensor(b!) values, " ATTENTION_CALL ", float eps, float head_eps, int first, int slot, int end, "
-      "int threads, int level) -> Tensor",
-      "attention_step", attention_step);
+  library.define("attention_step(" ATTENTION_STEP ATTENTION_CALL
+                 ", float eps, float head_eps, int first, int slot, int end, int threads, int level) -> Tensor",
+                 "attention_step", attention_step);
+  library.define("attention_step_pages(" ATTENTION_STEP
+                 "Tensor slots, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, " ATTENTION_CALL
+                 ", float eps, float head_eps, int threads, int level) -> Tensor",
+                 "attention_step_pages", attention_step_pages);
   library.define(
       "feed_forward_step(Tensor x, Tensor norm, " PROJECTION("gate") ", " PROJECTION("up") ", " PROJECTION("down")
       ", float eps, int activation, int threads, int level) -> Tensor",

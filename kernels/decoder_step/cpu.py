@@ -18,6 +18,7 @@ from easytorch.kernels.decoder_step.native import (
     AnyProjection,
     AttentionWeights,
     FeedForwardWeights,
+    PageSlots,
     Projection,
     QuantizedProjection,
     Slot,
@@ -87,16 +88,8 @@ def attention_step(
     level: int = library.BEST,
 ) -> Tensor:
     """The definition's (native.py), for x, weights and cache of one dtype, contiguous."""
-    none = ABSENT[x.dtype]
-    cos, sin = (_NO_ANGLES[x.dtype],) * 2 if angles is None else angles
     return torch.ops.easytorch_cpu.attention_step.default(
-        x,
-        weights.norm,
-        *flat(none, weights.query, weights.key, weights.value, weights.output),
-        none if weights.query_norm is None else weights.query_norm,
-        none if weights.key_norm is None else weights.key_norm,
-        cos,
-        sin,
+        *_inputs(x, weights, angles),
         cache.keys,
         cache.values,
         *call,
@@ -108,6 +101,37 @@ def attention_step(
         torch.get_num_threads(),
         level,
     )
+
+
+def attention_step_pages(
+    x: Tensor,
+    weights: AttentionWeights,
+    angles: tuple[Tensor, Tensor] | None,
+    pages: PageSlots,
+    call: AttentionCall,
+    *,
+    level: int = library.BEST,
+) -> Tensor:
+    """The definition's (native.py), for x, weights and pages of one dtype, contiguous; it checks the tables."""
+    return torch.ops.easytorch_cpu.attention_step_pages.default(
+        *_inputs(x, weights, angles),
+        *pages,
+        *call,
+        weights.eps,
+        weights.head_eps,
+        torch.get_num_threads(),
+        level,
+    )
+
+
+def _inputs(x: Tensor, weights: AttentionWeights, angles: tuple[Tensor, Tensor] | None) -> list[Any]:
+    """What both take at first."""
+    none = ABSENT[x.dtype]
+    cos, sin = (_NO_ANGLES[x.dtype],) * 2 if angles is None else angles
+    query_norm = none if weights.query_norm is None else weights.query_norm
+    key_norm = none if weights.key_norm is None else weights.key_norm
+    projections = flat(none, weights.query, weights.key, weights.value, weights.output)
+    return [x, weights.norm, *projections, query_norm, key_norm, cos, sin]
 
 
 def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = library.BEST) -> Tensor:

@@ -17,6 +17,8 @@ from easytorch.kernels.linear import native as linear
 from easytorch.kernels.quantized_matmul import native as quantized_matmul
 from easytorch.kernels.quantized_matmul.formats import storage
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
+from easytorch.kernels.ragged_page import native as ragged_page
+from easytorch.kernels.ragged_page.write import write_pages
 from easytorch.kernels.rms_norm import native as rms_norm
 from easytorch.kernels.rotary import native as rotary
 
@@ -85,6 +87,21 @@ class Slot(NamedTuple):
     end: int
 
 
+class PageSlots(NamedTuple):
+    """Pages (P, page_size, K, head_dim) of keys and values, and `ragged_page_attention`'s tables of them.
+
+    slots (B,): where the token of each row goes, page * page_size + offset in the page; -1 for one that is not kept.
+    Every row is a token of a sequence that `query_start_loc` counts.
+    """
+
+    key_pages: Tensor
+    value_pages: Tensor
+    slots: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+
+
 def attention_step(
     x: Tensor,
     weights: AttentionWeights,
@@ -97,8 +114,30 @@ def attention_step(
     angles: cos and sin (B or 1, 1, R), or None for no rotary positions. call: of one query over the keys
     [first, end), so its mask broadcasts to (B, H, 1, end - first).
     """
+    query, key, value = _projected(x, weights, angles, cache.keys.shape[-1])
+    cache.keys[:, :, cache.slot], cache.values[:, :, cache.slot] = key[:, 0], value[:, 0]
+    seen = slice(cache.first, cache.end)
+    keys, values = (one[:, :, seen].transpose(1, 2) for one in (cache.keys, cache.values))
+    attended = decode.over_lengths(query, keys, values, None, call)
+    return x + product(attended.flatten(2), weights.output)
+
+
+def attention_step_pages(
+    x: Tensor, weights: AttentionWeights, angles: tuple[Tensor, Tensor] | None, pages: PageSlots, call: AttentionCall
+) -> Tensor:
+    """`attention_step` whose rows are tokens of sequences in pages: all keys and values are written before any row
+    attends. call: without a mask; its window is the band of `ragged_page_attention`."""
+    query, key, value = _projected(x, weights, angles, pages.key_pages.shape[-1])
+    write_pages(pages.key_pages, pages.value_pages, key[:, 0], value[:, 0], pages.slots)
+    attended = ragged_page.over_pages(query[:, 0], pages.key_pages, pages.value_pages, *pages[3:], None, call)
+    return x + product(attended[:, None].flatten(2), weights.output)
+
+
+def _projected(
+    x: Tensor, weights: AttentionWeights, angles: tuple[Tensor, Tensor] | None, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, 1, D) -> query (B, 1, H, head_dim), key and value (B, 1, K, head_dim), normalized and rotated."""
     normalized = rms_norm.rms_norm(x, weights.norm, weights.eps)
-    head_dim = cache.keys.shape[-1]
     query, key, value = (
         product(normalized, one).unflatten(-1, (-1, head_dim)) for one in (weights.query, weights.key, weights.value)
     )
@@ -108,11 +147,7 @@ def attention_step(
         key = rms_norm.rms_norm(key, weights.key_norm, weights.head_eps)
     if angles is not None:
         query, key = rotary.rotary(query, key, *angles)
-    cache.keys[:, :, cache.slot], cache.values[:, :, cache.slot] = key[:, 0], value[:, 0]
-    seen = slice(cache.first, cache.end)
-    keys, values = (one[:, :, seen].transpose(1, 2) for one in (cache.keys, cache.values))
-    attended = decode.over_lengths(query, keys, values, None, call)
-    return x + product(attended.flatten(2), weights.output)
+    return query, key, value
 
 
 def feed_forward_step(x: Tensor, weights: FeedForwardWeights) -> Tensor:

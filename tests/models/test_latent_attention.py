@@ -162,6 +162,29 @@ def test_one_token_reads_the_latents_that_the_indexer_chooses(make_pair, monkeyp
     assert read == [3, 3]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", ["all", "some"])
+def test_keys_that_score_alike_are_chosen_as_transformers_does(make_pair, tied: str) -> None:
+    """In a prompt, and token by token after it: neither defines an order of its own."""
+    ours, theirs = make_pair("DeepseekV32ForCausalLM", FAMILIES["deepseek_v32"].config(index_topk=4))
+    chosen: dict[int, list[torch.Tensor]] = {id(model): [] for model in (ours, theirs)}
+    for model in (ours, theirs):
+        for layer in model.model.layers:
+            weight = layer.self_attn.indexer.weights_proj.weight
+            weight.mul_(0) if tied == "all" else weight[1:].mul_(0)  # by one head alone many keys have relu(...) = 0
+            seen = chosen[id(model)]
+            layer.self_attn.indexer.register_forward_hook(lambda _, given, found, seen=seen: seen.append(found.long()))
+    ids = torch.randint(3, 97, (2, 80), generator=torch.Generator().manual_seed(0))
+    caches = [DynamicCache(config=model.config) for model in (ours, theirs)]
+    for part in ids.split([70, *[1] * 10], 1):
+        given, expected = (
+            model(part, past_key_values=cache).logits for model, cache in zip((ours, theirs), caches, strict=True)
+        )
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    pairs = list(zip(chosen[id(ours)], chosen[id(theirs)], strict=True))
+    assert len(pairs) == 11 * 2 and all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_an_indexer_that_cannot_be_carried_is_refused_by_name() -> None:
     for changes, words in (
         ({"q_lora_rank": None}, "config.q_lora_rank must be a number"),

@@ -69,6 +69,10 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
             step, ones(6), *dense * 4, NONE, NONE, *no_angles, cache, cache.clone(), *plain,
             1e-5, 1e-5, 0, 1, 2, 1, TOP,
         )),
+        ("attention_step_pages", (
+            step, ones(6), *dense * 4, NONE, NONE, *no_angles, ones(2, 4, 2, 3), ones(2, 4, 2, 3),
+            torch.tensor([3, 4]), *tables[:2], torch.tensor([0, 2]), *plain, 1e-5, 1e-5, 1, TOP,
+        )),
         ("feed_forward_step", (step, ones(6), *dense * 3, 1e-5, 0, 1, TOP)),
         ("causal_conv1d", (x, ones(6, 4), NONE, NONE, NO_IDS, True, TOP)),
         ("ssm1", (x, x, ones(6, 3), ones(2, 5, 3), ones(2, 5, 3), NONE, NONE, NONE, NONE, NO_IDS, True, TOP)),
