@@ -380,7 +380,7 @@ def trained_bias() -> dict[str, Any]:
 
 
 def recurrent() -> dict[str, Any]:
-    """The recurrences of some layers, by the operators and by ATen, without gradients."""
+    """The recurrences of some layers, by the operators and by ATen, without gradients and with them."""
     found: dict[str, Any] = {}
     for tokens in TOKENS:
         generator = torch.Generator().manual_seed(0)
@@ -409,6 +409,19 @@ def recurrent() -> dict[str, Any]:
                 operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
                 ways[backend] = lambda _, run=operation, given=given: run(*given)
             found[f"{name} T{tokens}"] = medians(ways, max(1, 64 // tokens), rounds=5)
+            if name == "ssm2" or tokens == 1:
+                continue
+            leaves = [x.clone().requires_grad_() for x in given]
+
+            def train(operation: Any, leaves: list[torch.Tensor] = leaves) -> Any:
+                with torch.enable_grad():
+                    return torch.autograd.grad(operation(*leaves).outputs.sum(), leaves)
+
+            ways = {}
+            for backend in ("cpu", "aten"):
+                operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
+                ways[backend] = lambda _, operation=operation, train=train: train(operation)
+            found[f"{name} T{tokens}, training"] = medians(ways, 1, rounds=3)
     return found
 
 

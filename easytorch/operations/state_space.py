@@ -35,7 +35,7 @@ class StateSpaceImpl(OperationImpl):
 
     casts: ClassVar[tuple[str, ...]] = ("x", "z")  # the arguments `metadata.runtime_dtype` applies to
 
-    cpp_reason = "inference: the state stays in the caches"
+    cpp_reason = "the state stays in the caches"
 
     def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.metadata.runtime_dtype is not None:

@@ -1,10 +1,12 @@
-"""Causal convolution by the operator in C++ (cpu*.cpp here): taps and activation in one pass. Inference only."""
+"""Causal convolution by the operator in C++ (cpu*.cpp here): taps and activation in one pass, and so
+are the gradients."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from easytorch.kernels.causal_conv1d import cpu_gradient
 from easytorch.kernels.causal_conv1d.native import check_arguments
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import last_dim_contiguous
@@ -14,12 +16,13 @@ from easytorch.kernels.cpu.recurrences import (
     segments_or_empty,
     state_or_empty,
 )
+from easytorch.kernels.interop.torch_func import recording
 
 
 def supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
              activation: str | None = None, segment_ids: Tensor | None = None) -> str | None:  # fmt: skip
     """None when `causal_conv1d` takes this call, else the reason. The first call may build the library."""
-    return refusal_of_sequences((x, weight, bias, initial_state), segment_ids, (x, weight))
+    return refusal_of_sequences((x, weight, bias, initial_state), segment_ids, (x, weight), gradients=True)
 
 
 def causal_conv1d(
@@ -46,6 +49,8 @@ def run(
     segment_ids: Tensor | None, level: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`causal_conv1d` without its checks."""
+    if recording(x, weight, bias, initial_state):
+        return cpu_gradient.causal_conv1d(x, weight, bias, initial_state, activation, segment_ids, level)
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.causal_conv1d.default(
         last_dim_contiguous(x),
         weight,

@@ -173,9 +173,27 @@ def causal_conv1d(
 
 
 @_fake
+def causal_conv1d_backward(
+    grad: Tensor, final_grad: Tensor, x: Tensor, weight: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    batch, _, channels = x.shape
+    of_bias = x.new_empty(channels, dtype=torch.float32)
+    return _like(x), _like(weight, torch.float32), of_bias, _states(x, batch, channels, weight.shape[1] - 1)
+
+
+@_fake
 def ssm1(x: Tensor, dt: Tensor, A: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     batch, _, channels = x.shape
     return _like(x), _states(x, batch, channels, A.shape[1])
+
+
+@_fake
+def ssm1_backward(
+    grad: Tensor, final_grad: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    batch, _, channels = x.shape
+    wide = (_like(one, torch.float32) for one in (x, dt, A, B, C))
+    return *wide, _states(x, batch, channels, A.shape[1])
 
 
 @_fake
@@ -190,3 +208,12 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     batch, _, heads, width = value.shape
     return _like(value), _states(value, batch, heads, query.shape[3], width)
+
+
+@_fake
+def gated_delta_rule_backward(
+    grad: Tensor, final_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    batch, _, heads, width = value.shape
+    wide = (_like(x, torch.float32) for x in (query, key, value, g, beta))
+    return *wide, _states(value, batch, heads, query.shape[3], width)

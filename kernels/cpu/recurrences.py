@@ -15,9 +15,12 @@ _NO_SEGMENTS = torch.empty(0, dtype=torch.int64)
 
 
 def refusal_of_sequences(
-    floating: Sequence[Tensor | None], segment_ids: Tensor | None, not_empty: Iterable[Tensor]
+    floating: Sequence[Tensor | None], segment_ids: Tensor | None, not_empty: Iterable[Tensor], gradients: bool = False
 ) -> str | None:
-    """None if the operator supports these tensors (None for absent ones), else the reason."""
+    """None if the operator supports these tensors (None for absent ones), else the reason.
+
+    gradients: the operator has one.
+    """
     for tensor in floating:
         if tensor is not None and tensor.dtype not in DTYPES and tensor.is_floating_point():  # others are errors
             return f"it takes float32, bfloat16 and float16, got {tensor.dtype}"
@@ -25,7 +28,7 @@ def refusal_of_sequences(
         tokens = tensor.shape[1] if tensor.dim() > 2 else 1  # without tokens it is an error of `check_arguments`
         if tensor.numel() == 0 and tokens > 0:
             return "it does not take empty tensors"
-    return refusal((*floating, segment_ids))
+    return refusal((*floating, segment_ids), gradients)
 
 
 def prefers(tensors: Iterable[Tensor]) -> bool:

@@ -5,6 +5,7 @@
 namespace easytorch {
 
 void register_causal_conv1d(Library& library);
+void register_causal_conv1d_backward(Library& library);
 void register_cross_entropy(Library& library);
 void register_decode(Library& library);
 void register_decode_codes(Library& library);
@@ -12,6 +13,7 @@ void register_experts_step(Library& library);
 void register_flash(Library& library);
 void register_flash_backward(Library& library);
 void register_gated_delta_rule(Library& library);
+void register_gated_delta_rule_backward(Library& library);
 void register_glu(Library& library);
 void register_decoder_step(Library& library);
 void register_layer_norm(Library& library);
@@ -22,6 +24,7 @@ void register_ragged_page(Library& library);
 void register_rms_norm(Library& library);
 void register_rotary(Library& library);
 void register_ssm1(Library& library);
+void register_ssm1_backward(Library& library);
 void register_ssm2(Library& library);
 
 namespace {
@@ -29,6 +32,7 @@ namespace {
 struct Registration {
   Registration() {
     register_causal_conv1d(library);
+    register_causal_conv1d_backward(library);
     register_cross_entropy(library);
     register_decode(library);
     register_decode_codes(library);
@@ -36,6 +40,7 @@ struct Registration {
     register_flash(library);
     register_flash_backward(library);
     register_gated_delta_rule(library);
+    register_gated_delta_rule_backward(library);
     register_glu(library);
     register_decoder_step(library);
     register_layer_norm(library);
@@ -46,6 +51,7 @@ struct Registration {
     register_rms_norm(library);
     register_rotary(library);
     register_ssm1(library);
+    register_ssm1_backward(library);
     register_ssm2(library);
   }
   Library library;

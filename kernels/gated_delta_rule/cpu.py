@@ -1,5 +1,6 @@
 """The gated delta rule by the operator in C++ (cpu*.cpp here): chunks are matrix products in the caches, and a
-single token is two passes over the state. Inference only."""
+single token is two passes over the state. Gradients are token by token, of columns of the state that stay in the
+caches."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from torch import Tensor
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.inference import last_dim_contiguous
 from easytorch.kernels.cpu.recurrences import refusal_of_sequences, segments_or_empty, state_or_empty
+from easytorch.kernels.gated_delta_rule import cpu_gradient
 from easytorch.kernels.gated_delta_rule.native import EPSILON, check_arguments
+from easytorch.kernels.interop.torch_func import recording
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, softmax_scale: float | None = None,
@@ -18,7 +21,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     """None when `gated_delta_rule` takes this call, else the reason. The first call may build the library."""
     if g.dim() == 4:
         return "it takes one decay a head, not one a channel"
-    return refusal_of_sequences((query, key, value, g, beta, initial_state), segment_ids, (query, value))
+    given = (query, key, value, g, beta, initial_state)
+    return refusal_of_sequences(given, segment_ids, (query, value), gradients=True)
 
 
 def gated_delta_rule(
@@ -49,6 +53,10 @@ def run(
     initial_state: Tensor | None, use_qk_l2norm: bool, segment_ids: Tensor | None, level: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`gated_delta_rule` without its checks."""
+    if recording(query, key, value, g, beta, initial_state):
+        return cpu_gradient.gated_delta_rule(
+            query, key, value, g, beta, softmax_scale, initial_state, use_qk_l2norm, segment_ids, level
+        )
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.gated_delta_rule.default(
         last_dim_contiguous(query),
         last_dim_contiguous(key),

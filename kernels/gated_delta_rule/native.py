@@ -75,8 +75,14 @@ def prepare(
     """Query and key in the dtype `wide`, normalized where asked for, the query scaled."""
     query, key = query.to(wide), key.to(wide)
     if use_qk_l2norm:
-        query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPSILON) for t in (query, key))
+        query, key = normalized(query, key)
     return query * (sizes.key_width**-0.5 if softmax_scale is None else softmax_scale), key
+
+
+def normalized(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each divided by sqrt(its squared norm + EPSILON)."""
+    query, key = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + EPSILON) for t in (query, key))
+    return query, key
 
 
 def first_state(value: torch.Tensor, sizes: DeltaRuleDims, initial_state: torch.Tensor | None) -> torch.Tensor:

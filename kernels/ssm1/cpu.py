@@ -1,5 +1,5 @@
 """The selective scan by the operator in C++ (cpu*.cpp here): the state stays in the L1 cache, and a single
-token is one pass over it. Inference only."""
+token is one pass over it; its gradient computes the states again, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.recurrences import refusal_of_sequences, state_space_tensors
+from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.ssm1 import cpu_gradient
 from easytorch.kernels.ssm1.native import check_arguments
 
 
@@ -15,7 +17,8 @@ def supports(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
              dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None,
              segment_ids: Tensor | None = None) -> str | None:  # fmt: skip
     """None when `ssm1` takes this call, else the reason. The first call may build the library."""
-    return refusal_of_sequences((x, dt, A, B, C, D, z, dt_bias, initial_state), segment_ids, (x, A))
+    given = (x, dt, A, B, C, D, z, dt_bias, initial_state)
+    return refusal_of_sequences(given, segment_ids, (x, A), gradients=True)
 
 
 def ssm1(
@@ -47,6 +50,8 @@ def run(
     dt_softplus: bool, initial_state: Tensor | None, segment_ids: Tensor | None, level: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssm1` without its checks."""
+    if recording(x, dt, A, B, C, D, z, dt_bias, initial_state):
+        return cpu_gradient.ssm1(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, segment_ids, level)
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm1.default(
         *state_space_tensors(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids),
         dt_softplus,

@@ -75,13 +75,18 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
         )),
         ("feed_forward_step", (step, ones(6), *dense * 3, 1e-5, 0, 1, TOP)),
         ("causal_conv1d", (x, ones(6, 4), NONE, NONE, NO_IDS, True, TOP)),
+        ("causal_conv1d_backward", (half, NONE, half, ones(6, 4), NONE, NONE, NO_IDS, True, TOP)),
         ("ssm1", (x, x, ones(6, 3), ones(2, 5, 3), ones(2, 5, 3), NONE, NONE, NONE, NONE, NO_IDS, True, TOP)),
+        ("ssm1_backward", (x, NONE, x, x, ones(6, 3), ones(2, 5, 3), ones(2, 5, 3), NONE, NO_IDS, TOP)),
         ("ssm2", (
             query, gates, ones(4), ones(2, 5, 2, 3), ones(2, 5, 2, 3), NONE, NONE, NONE, NONE, NO_IDS, True, 0.0, 1.0,
             TOP,
         )),
         ("gated_delta_rule", (
             key, key, ones(2, 5, 4, 6), gates, gates, NONE, NO_IDS, 1.0, False, 1e-6, TOP,
+        )),
+        ("gated_delta_rule_backward", (
+            ones(2, 5, 4, 6), NONE, key, key, ones(2, 5, 4, 6), gates, gates, NONE, NO_IDS, 1.0, TOP,
         )),
     ]  # fmt: skip
 
