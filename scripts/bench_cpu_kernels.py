@@ -2,6 +2,7 @@
 norms, rotary, gated units, attention of many queries, its training, recurrences, small calls, and full decoding.
 
     python scripts/bench_cpu_kernels.py [PART ...] [--threads 1 2] [--json report.json]
+    python scripts/bench_cpu_kernels.py --table report.json          that report in Markdown
 
 Parts: bars, products, attention, latents, experts, pages, rows, prefill, training, recurrent, tiny, decode. Each number
 of threads has the rate of a matrix product and of a plain read printed before its parts.
@@ -509,13 +510,39 @@ PARTS = {
 }  # fmt: skip
 
 
+def table(report: dict[str, Any]) -> str:
+    """A report as Markdown: the machine and its rates, then of each part the time of its first way over others'."""
+    load = ", ".join(f"{one:.1f}" for one in (report["load"][0], report["load after"][0]))
+    lines = [f"{report['cpu']}, torch {report['torch']}, load before and after {load}.", ""]
+    for threads in report["threads"]:
+        parts = report[f"{threads} threads"]
+        rates = (f"{name} {value:.0f} {unit}" for name, row in parts["machine"].items() for unit, value in row.items())
+        lines += [f"{threads} {'thread' if threads == 1 else 'threads'}: {', '.join(rates)}.", ""]
+        for part, rows in parts.items():
+            if part == "machine":
+                continue
+            others = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
+            lines += [f"| {' | '.join([part, 'us', *(f'of {name}' for name in others)])} |"]
+            lines += ["|---" * (len(others) + 2) + "|"]
+            for case, row in rows.items():
+                ratios = (f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in others)
+                first = next(iter(row["us"].values()))
+                lines += [f"| {' | '.join([case, f'{first:.0f}', *ratios])} |"]
+            lines += [""]
+    return "\n".join(lines)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one after another")
     parser.add_argument("--json", type=Path, help="write the report there too")
+    parser.add_argument("--table", type=Path, help="measure nothing: print that report as Markdown")
     options = parser.parse_args()
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
+        return
     if (reason := library.missing()) is not None:
         raise SystemExit(f"no C++ kernels: {reason}")
     info = Path("/proc/cpuinfo")

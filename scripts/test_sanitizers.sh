@@ -11,7 +11,8 @@ source "$root/scripts/lib/venv.sh"
 venv=${EASYTORCH_TEST_VENV:-$(ensure_venv test "$root/scripts/requirements/test.txt")}
 cd "$root"
 export CXX=${CXX:-g++} OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} JAX_PLATFORMS=cpu HF_HUB_OFFLINE=1
-export EASYTORCH_CPU_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
+# -O1 after the -O2 of the library: GCC takes minutes for a file of the quantized products otherwise.
+export EASYTORCH_CPU_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -O1"
 # Built outside the preloaded runtime, under which the compiler itself would run.
 "$venv/bin/python" -m easytorch.kernels.cpu.build
 # Python is not linked with the runtime of the sanitizer, so it is loaded first, and libstdc++ with it for its exceptions.
