@@ -183,7 +183,7 @@ def outcome(family: str, name: str, config: Any, entry: str, value: Any, batch: 
         words = str(refusal).strip().replace("\n", " ")[:160]
         known = {entry, *vars(config), *config.attribute_map, "head_dim"}
         for sub in vars(config).values():
-            known |= set(vars(sub)) if isinstance(sub, transformers.PreTrainedConfig) else set()
+            known |= {*vars(sub), *sub.attribute_map} if isinstance(sub, transformers.PreTrainedConfig) else set()
         named = "rope type" in words or "activation" in words or any(one.lstrip("_") in words for one in known)
         if type(refusal) is ValueError and named:
             return "refused", ("where theirs runs: " if theirs is not None else "") + words

@@ -19,6 +19,7 @@ PAGE = ROOT / "docs/models.md"
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - a script of the checkout
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # noqa: E402
 
 from easytorch.auto.overview import blocks  # noqa: E402
 from easytorch.bridge.names.native_rules import families  # noqa: E402
@@ -39,6 +40,9 @@ Layers: the parts of `easytorch/layers` a family is made of. Operations: what a 
 
 | Type | What it is | Classes | Layers | Operations |
 |---|---|---|---|---|
+"""
+FOOT = """
+Types that transformers makes of the classes of another, which are native then too: {types}.
 """
 
 
@@ -67,7 +71,17 @@ def page() -> str:
     """The text of the page. `ValueError` for a family without a row in tests/models/families.py."""
     if missing := sorted(set(families()) - set(FAMILIES)):
         raise ValueError(f"tests/models/families.py has no row for {', '.join(missing)}")
-    return HEAD + "".join(row(family) for family in sorted(FAMILIES))
+    return HEAD + "".join(row(family) for family in sorted(FAMILIES)) + FOOT.format(types=", ".join(of_others()))
+
+
+def of_others() -> list[str]:
+    """The types that have no file here, and the family that each is made of."""
+    family_of = {head: family for family, row in FAMILIES.items() for head in row.heads}
+    return [
+        f"{name} ({family_of[head]})"
+        for name, head in sorted(MODEL_MAPPING_NAMES.items())
+        if isinstance(head, str) and head in family_of and name.replace("-", "_") not in families()
+    ]
 
 
 def main() -> int:
