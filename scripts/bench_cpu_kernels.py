@@ -16,6 +16,7 @@ with a figure to reach, in about a minute, and run only if named.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -193,18 +194,21 @@ def latents() -> dict[str, Any]:
 
 def experts() -> dict[str, Any]:
     """A layer's experts: one call in C++, the operations, and transformers' function that is fastest here; `read` is of
-    the chosen experts' weights."""
+    the chosen experts' weights. "stored as (E, K, N)": gpt-oss's."""
     import transformers
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     from easytorch.layers import experts as layer
+    from easytorch.models.gpt_oss import GptOssExperts
 
     found, step = {}, layer.experts_step
-    for tokens, width, inner, k, count in EXPERTS:
+    for (tokens, width, inner, k, count), columns in itertools.product(EXPERTS, (False, True)):
         for dtype in DTYPES[:2]:
             generator = torch.Generator().manual_seed(0)
             config: Any = transformers.Qwen3MoeConfig(hidden_size=width)
-            module = layer.Experts(config, count, inner).to(dtype)
+            if columns:
+                config = transformers.GptOssConfig(hidden_size=width, intermediate_size=inner, num_local_experts=count)
+            module = (GptOssExperts(config) if columns else layer.Experts(config, count, inner)).to(dtype)
             module.reset_parameters(0.02)
             x = torch.randn(tokens, width, generator=generator).to(dtype)
             picks = [
@@ -231,7 +235,8 @@ def experts() -> dict[str, Any]:
                 ),
                 "read": read,
             }
-            found[f"N{tokens} D{width} I{inner} {k} of {count} {str(dtype)[6:]}"] = medians(ways, 16, rounds=7)
+            stored = ", stored as (E, K, N)" if columns else ""
+            found[f"N{tokens} D{width} I{inner} {k} of {count} {str(dtype)[6:]}{stored}"] = medians(ways, 16, rounds=7)
     return found
 
 

@@ -74,6 +74,6 @@ def stack_of(module: Any, name: str) -> AnyProjection | None:
         group = settings.columns(columns)
         return QuantizedProjection(codes, bits, parts.get(f"zero_{name}"), bias, settings.storage, columns, group, rows)
     weight = getattr(module, name)
-    if module.is_transposed or type(weight) not in _TENSORS or len(weight) != module.num_experts:
+    if type(weight) not in _TENSORS or len(weight) != module.num_experts:
         return None
-    return Projection(weight, bias)
+    return Projection(weight.transpose(1, 2) if module.is_transposed else weight, bias)

@@ -23,12 +23,19 @@ class ExpertProduct {
  public:
   // m rows of K numbers: `row(i)` begins row i.
   ExpertProduct(const Stack& stack, int64_t expert, int64_t m, int32_t dtype, int64_t level)
-      : functions_(skinny_of(level)), packing_(functions_.packing(dtype)), m_(m), k_(stack.columns()), dtype_(dtype) {
+      : functions_(skinny_of(level)), experts_(experts_of(level)), packing_(functions_.packing(dtype)), m_(m),
+        k_(stack.columns()), dtype_(dtype), by_columns_(stack.by_columns()) {
     if (!stack.dense()) {
       codes_ = std::make_unique<Codes>(stack.codes(expert));
       rows_ = std::make_unique<QuantizedRows>(*codes_, m, dtype, level);
       packed_ = lines(rows_->bytes());
       quantized_ = codes_->product(packed_.get(), m, dtype, stack.bias_of(expert), dtype, nullptr);
+      return;
+    }
+    if (by_columns_) {
+      packed_ = lines(m * k_ * 4);
+      columns_ = {reinterpret_cast<const float*>(packed_.get()), m, k_, stack.rows(), stack.of(expert),
+                  stack.weight.strides[2], stack.bias_of(expert), nullptr, dtype};
       return;
     }
     packed_ = lines(m * ((k_ + packing_.step - 1) / packing_.step) * packing_.step * size_of(packing_.dtype));
@@ -43,26 +50,34 @@ class ExpertProduct {
       return;
     }
     for (int64_t i = 0; i < m_; ++i) {
+      if (by_columns_) {
+        experts_.widen(row(i), k_, dtype_, reinterpret_cast<float*>(packed_.get()) + i * k_);
+        continue;
+      }
       functions_.pack(row(i), 1, dtype_, k_, m_, packing_, packed_.get() + i * packing_.step * size_of(packing_.dtype));
     }
   }
-  void to(void* y) { dense_.y = quantized_.y = y; }
+  void to(void* y) { dense_.y = quantized_.y = columns_.y = y; }
   // Its columns [begin, end).
   void run(int64_t begin, int64_t end) const {
+    if (by_columns_) return experts_.columns(&columns_, begin, end);
     rows_ ? rows_->run(way_, quantized_, begin, end) : functions_.run(&dense_, begin, end);
   }
 
  private:
   const SkinnyFunctions& functions_;
+  const ExpertsFunctions& experts_;
   const SkinnyPacking packing_;
   const int64_t m_, k_;
   const int32_t dtype_;
+  const bool by_columns_;
   Buffer packed_;
   std::unique_ptr<Codes> codes_;
   std::unique_ptr<QuantizedRows> rows_;
   QuantizedRows::Way way_ = QuantizedRows::IN_FLOAT32;
   SkinnyProduct dense_{};
   QuantizedProduct quantized_{};
+  ColumnsProduct columns_{};
 };
 
 // An expert that some tokens chose: its picks, numbers of the router's choices, and where its rows begin.
@@ -72,7 +87,7 @@ struct Chosen {
   std::unique_ptr<ExpertProduct> opening, closing;
 };
 
-// x (N, D), indices (N, k) int64 and weights (N, k) float32 of the router, gate_up (E, 2 * I, D), down (E, I, D) -> (N, D):
+// x (N, D), indices (N, k) int64 and weights (N, k) float32 of the router, gate_up (E, 2 * I, D), down (E, D, I) -> (N, D):
 // the sums of weight * down(unit(gate_up(x))). The gate's rows come before those of up, but for CLAMPED, where they are the
 // even ones. An index of E or more adds nothing.
 void experts_step(uint64_t* stack, uint64_t, uint64_t) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../decoder_step/cpu_products.h"
+#include "cpu_experts.h"
 
 namespace easytorch {
 
@@ -20,7 +21,7 @@ struct Part {
   int32_t dtype;
 };
 
-// (E, N, K) with a contiguous last dimension, or the fields of a QuantizedWeight for each expert, and biases (E, N) or (0,)
+// (E, N, K) with a contiguous last dimension, or stored as (E, K, N), or the fields of a QuantizedWeight for each expert, and biases (E, N) or (0,)
 // for none; given as a projection is.
 struct Stack {
   explicit Stack(const uint64_t* stack)
@@ -39,6 +40,10 @@ struct Stack {
                              : Codes(data, scales, Part(zero, expert), format, columns_, group_size);
   }
   bool dense() const { return format == Projection::DENSE; }
+  // Whether an expert's numbers lie as (K, N).
+  bool by_columns() const {
+    return dense() && weight.sizes[2] > 1 && weight.strides[2] != 1 && (weight.sizes[1] == 1 || weight.strides[1] == 1);
+  }
   int64_t experts() const { return weight.sizes[0]; }
   int64_t rows() const { return dense() ? weight.sizes[1] : rows_; }
   int64_t columns() const { return dense() ? weight.sizes[2] : columns_; }
@@ -48,6 +53,7 @@ struct Stack {
   }
   // Rows that are a task: of about BLOCK_BYTES.
   int64_t block() const {
+    if (by_columns()) return COLUMNS_OF_TASK;
     const int64_t row = weight.sizes[2] * static_cast<int64_t>(aoti_torch_dtype_element_size(weight.dtype));
     const int64_t rows = BLOCK_BYTES / (row + 1) / 4 * 4;
     return rows < 4 ? 4 : rows;
@@ -56,7 +62,7 @@ struct Stack {
     const bool biased = bias.dim == 2 && bias.sizes[0] == experts && bias.sizes[1] == n && (n == 1 || bias.strides[1] == 1);
     return weight.sizes[0] == experts && rows() == n && columns() == k && k > 0 && n > 0 && bias.dtype == dtype &&
            (biased || (bias.dim == 1 && bias.sizes[0] == 0)) &&
-           (!dense() || (weight.dtype == dtype && (k == 1 || weight.strides[2] == 1)));
+           (!dense() || (weight.dtype == dtype && (k == 1 || weight.strides[2] == 1 || by_columns())));
   }
 
   const Tensor weight, bias, scale, zero;

@@ -116,11 +116,31 @@ def test_any_layout_and_repeated_picks(level: int) -> None:
             assert one.bias is not None
             return Projection(one.weight[:1].expand_as(one.weight), one.bias[:1].expand_as(one.bias))
 
+        def by_columns(one: Projection) -> Projection:
+            return one._replace(weight=one.weight.mT.contiguous().mT)
+
+        for made in ((by_columns(gate_up), by_columns(down)), (longer(by_columns(gate_up)), shared(by_columns(down)))):
+            compare([x, indices, weights, *made], Unit("clamped", 1.7, 0.9), level)
         for made in ((gate_up, down), (longer(gate_up), longer(down)), (shared(gate_up), longer(down))):
             compare([x, indices, weights, *made], Unit("gelu"), level)
         assert torch.equal(
             cpu.experts_step(x, indices * 0 + 4, weights, gate_up, down, level=level), torch.zeros_like(x)
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_level
+def test_stacks_stored_by_columns(level: int, dtype: torch.dtype) -> None:
+    """(E, K, N), as gpt-oss has them; more rows than are summed at a time, more columns than a task has."""
+    generator = torch.Generator().manual_seed(level)
+    for place, size in enumerate((*SIZES, (16, 2, 18, 1, 530))):
+        x, indices, weights, *stacks = inputs(size, generator, dtype, bias=place % 2 == 1)
+        if place == len(SIZES):
+            indices.zero_()
+        turned = [one._replace(weight=one.weight.mT.contiguous().mT) for one in stacks]
+        for name in ("silu", "clamped"):
+            compare([x, indices, weights, *turned], Unit(name, 1.7, 0.9), level)
+            compare([x, indices, weights, turned[0], stacks[1]], Unit(name, 1.7, 0.9), level)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -149,7 +169,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         (1, indices.int()), (1, indices - 9), (1, indices[:, :1]), (2, weights.double()), (2, weights[:, :1]),
         (3, gate_up.weight[:3]), (3, gate_up.weight[:, :11]), (3, gate_up.weight[..., :7]),
         (3, gate_up.weight.bfloat16()),
-        (3, gate_up.weight[0]), (3, torch.zeros(4, 8, 12).mT), (4, torch.zeros(4, 11)), (4, torch.zeros(3)),
+        (3, gate_up.weight[0]), (3, torch.zeros(4, 12, 16)[..., ::2]), (4, torch.zeros(4, 11)), (4, torch.zeros(3)),
         (10, down.weight[:, :7]), (10, down.weight[..., :5]), (11, torch.zeros(4, 8).bfloat16()), (17, 4),
         (17, -1), (20, 0),
     ):  # fmt: skip
@@ -168,6 +188,9 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 def read_up_to_guard_pages() -> None:
     generator = torch.Generator().manual_seed(0)
 
+    def guarded_columns(one: Projection) -> Projection:
+        return one._replace(weight=guarded(one.weight.mT).mT, bias=None if one.bias is None else guarded(one.bias))
+
     def guarded_stack(one: AnyProjection) -> AnyProjection:
         return one._replace(**{name: guarded(x) for name, x in one._asdict().items() if isinstance(x, Tensor)})
 
@@ -178,6 +201,7 @@ def read_up_to_guard_pages() -> None:
                 given = [guarded(x), guarded(indices), guarded(weights), *map(guarded_stack, stacks)]
                 for name in ("silu", "clamped"):
                     compare(given, Unit(name, 1.7, 0.9), level)
+                    compare([*given[:3], *map(guarded_columns, stacks)], Unit(name, 1.7, 0.9), level)
         x, indices, weights, *stacks = inputs((3, 2, 32, 4, 64), generator, torch.bfloat16)
         coded = [guarded_stack(quantized(one, "fp4_e2m1")[0]) for one in stacks]
         cpu.experts_step(guarded(x), guarded(indices), guarded(weights), *coded, level=level)
