@@ -186,7 +186,7 @@ class BertBackbone(_Base):
                 config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
             )
         if encoder_attention_mask is not None:
-            encoder_attention_mask = create_bidirectional_mask(  # type: ignore[assignment]
+            encoder_attention_mask = create_bidirectional_mask(
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=encoder_attention_mask,

@@ -157,9 +157,7 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.config.lm_head_multiplier  # type: ignore[operator]
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: torch.Tensor, **kwargs: Any
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        prepare: Any = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)

@@ -116,9 +116,7 @@ class Gemma3Model(ImageTextModel, Gemma3PreTrainedModel):
         return masks_with_images(text, inputs_embeds, attention_mask, cache, position_ids, token_type_ids)
 
 
-class Gemma3ForConditionalGeneration(  # type: ignore[misc]  # as transformers' own, it takes fewer arguments
-    ImageTextHead, TokenTypesOfPrompt, Gemma3PreTrainedModel, GenerationMixin
-):
+class Gemma3ForConditionalGeneration(ImageTextHead, TokenTypesOfPrompt, Gemma3PreTrainedModel, GenerationMixin):
     backbone_class = Gemma3Model
     output_class = Gemma3CausalLMOutputWithPast
     masks_of_types = staticmethod(masks_with_images)

@@ -336,7 +336,7 @@ class Gemma4ForConditionalGeneration(
         "mm_encoder_outputs",
     )
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self, input_ids: Any, use_cache: bool = True, is_first_iteration: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
         """per_layer_inputs are of the prompt's embeddings: later tokens have ids."""

@@ -127,7 +127,7 @@ class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Drops the mask after the prompt: the state has left its padding out. inputs_embeds: `generate` looks whether
         this has it."""
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
             inputs["attention_mask"] = None

@@ -79,7 +79,7 @@ class Phi3ForCausalLM(CausalLMHead, Phi3PreTrainedModel, GenerationMixin):
     backbone_class = Phi3Model
 
     @takes_cache
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, cache: Any = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Past the trained length longrope takes its long factors, and the cache is recomputed. inputs_embeds:
@@ -87,7 +87,7 @@ class Phi3ForCausalLM(CausalLMHead, Phi3PreTrainedModel, GenerationMixin):
         trained = self.config.original_max_position_embeddings
         if cache and input_ids.shape[1] > trained >= cache.get_seq_length():
             cache, kwargs["next_sequence_length"] = None, None
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]
+        prepare: Any = super().prepare_inputs_for_generation
         return prepare(input_ids=input_ids, **cache_keyword(cache), inputs_embeds=inputs_embeds, **kwargs)
 
 
