@@ -28,7 +28,8 @@ def refusal_of_sequences(
         tokens = tensor.shape[1] if tensor.dim() > 2 else 1  # without tokens it is an error of `check_arguments`
         if tensor.numel() == 0 and tokens > 0:
             return "it does not take empty tensors"
-    return refusal((*floating, segment_ids), gradients)
+    # autocast would cast only the products inside, which the other paths keep out of it too
+    return refusal((*floating, segment_ids), gradients, elementwise=True)
 
 
 def prefers(tensors: Iterable[Tensor]) -> bool:

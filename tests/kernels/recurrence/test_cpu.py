@@ -133,7 +133,7 @@ def test_the_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert operation.choose(**{**given, first: given[first].double()}).backend == "aten"
         assert operation.choose(**{n: v[:0] if n in ("x", "query") else v for n, v in given.items()}).backend == "aten"
     with torch.autocast("cpu", torch.bfloat16):
-        assert operation.choose(**arguments(name, 5)).backend == "aten"
+        assert operation.choose(**arguments(name, 5)).backend == "cpu"
     narrow = OperationRegistry.create(name, OperationMetadata(runtime_dtype=torch.bfloat16))
     assert narrow.choose(**arguments(name, 5)).backend == "aten"
     forced = OperationRegistry.create(name, OperationMetadata(backend="cpu"))

@@ -119,6 +119,22 @@ def test_only_what_is_read_or_asked_for_and_every_order(name: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_autocast_changes_nothing(name: str) -> None:
+    operation, given = OperationRegistry.create(name), arguments(name, 40)
+
+    def run(**tensors: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert operation.choose(**tensors).backend == "cpu"
+            found = operation(**tensors)
+        return found.outputs, found.final_state
+
+    grads, plain = gradients(lambda **x: in_cpp(name, x, library.BEST), given)
+    for field, one in gradients(run, given, grads)[1].items():
+        assert torch.equal(one, plain[field]), field
+
+
+@needs_library
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_checkpointing_and_a_compiled_step(name: str) -> None:
     operation = OperationRegistry.create(name)
     given = arguments(name, 40)
