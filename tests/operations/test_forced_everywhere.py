@@ -28,12 +28,12 @@ _spec.loader.exec_module(everywhere)
 SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 # refuse graphs; and gradients, but for these
-WITH_GRADIENTS = ("cross_entropy", "flash", "geglu", "layer_norm", "rms_norm", "swiglu")
+WITH_GRADIENTS = (
+    "causal_conv1d", "cross_entropy", "flash", "gated_delta_rule", "geglu", "layer_norm", "rms_norm", "ssm1", "swiglu",
+)  # fmt: skip
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
-        "causal_conv1d", "decode", "gated_delta_rule", "multi_latent_attention", "ragged_page_attention", "rotary",
-        "ssm1", "ssm2",
-        *WITH_GRADIENTS,
+        "decode", "multi_latent_attention", "ragged_page_attention", "rotary", "ssm2", *WITH_GRADIENTS,
     )
 ]  # fmt: skip
 FORCED = [
