@@ -147,16 +147,19 @@ class Processes:
             rank, mark = store.compare_set("easytorch/failed", "", mine).decode().split()
             broken = isinstance(error, RuntimeError)
             waited = broken and "timed out" in str(error).lower()
-            if rank == str(self.rank) and waited and (silent := self._silent(store)):
-                raise SilentProcessError(
-                    f"process{'es' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {self.world} "
-                    f"{'have' if len(silent) > 1 else 'has'} not answered for {self.timeout:g} seconds "
-                    f"({flag('timeout')}), {self.doing}: it hangs, or its machine does"
-                ) from error
+            if rank == str(self.rank) and waited:
+                raise SilentProcessError(self._waited_in_vain(self._silent(store))) from error
             killed = broken and stop is not None and stop.asked_within(LOST_PEER_SECONDS)
             if rank != str(self.rank) or killed:
                 raise OtherProcessError("another process has failed", wrong_input=mark == "2") from error
             raise
+
+    def _waited_in_vain(self, silent: list[int]) -> str:
+        limit = f"{self.timeout:g} seconds ({flag('timeout')}), {self.doing}"
+        if not silent:  # all are alive
+            return f"another process, or the network, took longer than {limit}: give them more time"
+        who = f"process{'es' if len(silent) > 1 else ''} {', '.join(map(str, silent))} of {self.world}"
+        return f"{who} {'have' if len(silent) > 1 else 'has'} not answered for {limit}: it hangs, or its machine does"
 
     def _silent(self, store: dist.Store) -> list[int]:
         """The processes that have not failed, as this one has, and so have not come to where they would wait."""

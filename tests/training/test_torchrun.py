@@ -155,7 +155,7 @@ sys.exit(arguments.run(sys.argv[1:], "train"))
 
 def test_a_process_that_hangs_is_named_with_its_step(settings, tmp_path):
     (tmp_path / "rank.py").write_text(HANGS)
-    config = settings(steps=4, eval_fraction=0.0, timeout=12, mesh="fsdp=2")
+    config = settings(steps=4, eval_fraction=0.0, timeout=20, mesh="fsdp=2")
     config.save(tmp_path / "run.json")
     torchrun = ["-m", "easytorch.training.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -163,7 +163,7 @@ def test_a_process_that_hangs_is_named_with_its_step(settings, tmp_path):
         env={**os.environ, **child_environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    said = "error: process 1 of 2 has not answered for 12 seconds (timeout (--timeout)), in step 2: it hangs"
+    said = "error: process 1 of 2 has not answered for 20 seconds (timeout (--timeout)), in step 2: it hangs"
     assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1, done.stderr
 
 
