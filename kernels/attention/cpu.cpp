@@ -11,7 +11,7 @@ EASYTORCH_TABLE(FlashFunctions, flash)
 namespace easytorch {
 namespace {
 
-// The output (B, T, H, Dv), and log(sum(exp(scores))) (B, H, T) to `logsumexp` where that is not null.
+// The output (B, T, H, Dv), and log(sum(exp(scores))) (B, H, 2, T) to `logsumexp` where that is not null.
 uint64_t attend(const Tensor& query, FlashCall& call, float* logsumexp, int64_t level) {
   const int64_t sizes[4] = {call.batch, call.length, call.heads, call.value_dim};
   Tensor output(empty(4, sizes, query.dtype));
@@ -46,14 +46,14 @@ void flash(uint64_t* stack, uint64_t, uint64_t) {
   stack[0] = attend(query, call, nullptr, static_cast<int64_t>(stack[3 + AttentionCall::FIELDS]));
 }
 
-// The same, and what flash_backward needs beside it: (B, H, T), float32.
+// The same, and what flash_backward needs beside it: (B, H, 2, T), float32.
 void flash_training(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor query(stack[0]), key(stack[1]), value(stack[2]);
   const AttentionCall given(stack + 3, true);
   std::optional<Segments> segments;
   FlashCall call = flash_call(query, key, value, given, segments);
-  const int64_t sizes[3] = {call.batch, call.heads, call.length};
-  Tensor logsumexp(empty(3, sizes, aoti_torch_dtype_float32()));
+  const int64_t sizes[4] = {call.batch, call.heads, 2, call.length};
+  Tensor logsumexp(empty(4, sizes, aoti_torch_dtype_float32()));
   stack[0] = attend(query, call, static_cast<float*>(logsumexp.data), static_cast<int64_t>(stack[3 + AttentionCall::FIELDS]));
   stack[1] = logsumexp.release();
 }

@@ -88,7 +88,7 @@ struct BiasGradient {
   }
 };
 
-// The gradient of the output (B, T, H, Dv), query, key, value, output, logsumexp (B, H, T) and the record of the call ->
+// The gradient of the output (B, T, H, Dv), query, key, value, output, logsumexp (B, H, 2, T) and the record of the call ->
 // the gradients of query, key, value, bias and sinks. Those of bias, of its shape, and sinks, (H,), are float32; (0,)
 // where there is none, or none wanted of the bias.
 void flash_backward(uint64_t* stack, uint64_t, uint64_t) {
@@ -101,9 +101,10 @@ void flash_backward(uint64_t* stack, uint64_t, uint64_t) {
   work.call = flash_call(query, key, value, given, segments);
   const FlashCall& call = work.call;
   work.grad = like_output(grad, call, query.dtype), work.output = like_output(output, call, query.dtype);
-  require(logsumexp.dim == 3 && logsumexp.sizes[0] == call.batch && logsumexp.sizes[1] == call.heads &&
-              logsumexp.sizes[2] == call.length && (logsumexp.numel() == 0 || logsumexp.contiguous()) && logsumexp.dtype == aoti_torch_dtype_float32(),
-          "flash_backward: logsumexp is (B, H, T), contiguous, float32");
+  require(logsumexp.dim == 4 && logsumexp.sizes[0] == call.batch && logsumexp.sizes[1] == call.heads &&
+              logsumexp.sizes[2] == 2 && logsumexp.sizes[3] == call.length &&
+              (logsumexp.numel() == 0 || logsumexp.contiguous()) && logsumexp.dtype == aoti_torch_dtype_float32(),
+          "flash_backward: logsumexp is (B, H, 2, T), contiguous, float32");
   work.logsumexp = static_cast<const float*>(logsumexp.data);
   Tensor grad_query(empty(4, query.sizes, query.dtype)), grad_key(empty(4, key.sizes, query.dtype));
   Tensor grad_value(empty(4, value.sizes, query.dtype));

@@ -25,7 +25,7 @@ struct Memory {
   char *key_rows, *value_rows, *key_columns;                        // of all keys
   char *query_panels, *grad_panels, *query_units, *grad_units;      // of a head
   float *grad_query, *grad_keys, *grad_values;                      // (columns, queries), (keys, dim), (keys, value_dim)
-  float *minus_logsumexp, *minus_delta;                             // of a head
+  float *minus_maximum, *minus_log_sum, *minus_delta;               // of a head
   float *scores, *gradients, *slopes;                               // of a block
   float* bias;  // of a block, then the gradients of its biased scores; null without a bias
   char *weights, *score_grads, *pairs;                              // the same as units
@@ -50,7 +50,7 @@ struct Memory {
     query_panels = take(vectors * query_panel), grad_panels = take(vectors * grad_panel);
     query_units = take(dim / WIDTH * units_panel), grad_units = take(value_dim / WIDTH * units_panel);
     grad_query = floats(columns * queries), grad_keys = floats(keys * dim), grad_values = floats(keys * value_dim);
-    minus_logsumexp = floats(queries), minus_delta = floats(queries);
+    minus_maximum = floats(queries), minus_log_sum = floats(queries), minus_delta = floats(queries);
     scores = floats(KEYS * QUERIES), gradients = floats(KEYS * QUERIES), slopes = floats(KEYS * QUERIES);
     bias = c.rules.bias.data == nullptr ? nullptr : floats(KEYS * QUERIES);
     weights = reinterpret_cast<char*>(scores), score_grads = pairs = reinterpret_cast<char*>(gradients);
@@ -99,7 +99,7 @@ void pack_queries(const FlashGradientCall& g, int64_t b, int64_t h, const Memory
   pack_panels_of_rows<Units>(grad, m.queries, m.grad_panels, m.packing);
   pack_panels_of_numbers<Units>(query, 0, m.queries, m.query_units, m.units_panel);
   pack_panels_of_numbers<Units>(grad, 0, m.queries, m.grad_units, m.units_panel);
-  const float* logsumexp = g.logsumexp + (b * c.heads + h) * c.length;
+  const float *maximum = g.logsumexp + (b * c.heads + h) * 2 * c.length, *log_sum = maximum + c.length;
   for (int64_t i = 0; i < m.queries; ++i) {
     Floats total = zeros();
     for (int64_t d = 0; d < c.value_dim && i < c.length; d += WIDTH) {
@@ -108,7 +108,8 @@ void pack_queries(const FlashGradientCall& g, int64_t b, int64_t h, const Memory
                            read_vector(number_at(output.at(i), d, c.dtype), count, c.dtype), total);
     }
     m.minus_delta[i] = -sum(total);
-    m.minus_logsumexp[i] = i < c.length ? -logsumexp[i] : -INFINITY;
+    m.minus_maximum[i] = i < c.length ? -maximum[i] : 0.0f;
+    m.minus_log_sum[i] = i < c.length ? -log_sum[i] : -INFINITY;
   }
   memset(m.grad_query, 0, static_cast<size_t>(m.columns * m.queries) * sizeof(float));
 }
@@ -198,7 +199,12 @@ template <class Units>
 void weigh(const FlashCall& c, const Block& at, int64_t rows, bool wants_bias, const Memory<Units>& m) {
   const bool capped = c.rules.softcap > 0.0f;
   if (m.bias != nullptr) read_bias(c, at, m.bias);
-  const Floats scale = broadcast(at.as_they_are ? c.rules.scale : 1.0f);
+  // In a loop of its own, as in the forward: rounded with the difference at once, equal scores that are large would differ
+  // from their maximum.
+  const Floats scale = broadcast(c.rules.scale);
+  for (int64_t place = 0; place < rows * QUERIES && at.as_they_are; place += WIDTH) {
+    store(m.scores + place, multiply(load(m.scores + place), scale));
+  }
   Words hashes[QUERIES / WIDTH];
   for (int64_t i = 0; i < QUERIES && c.kept != 0.0f; i += WIDTH) {
     hashes[i / WIDTH] = hash_of_query(hash_of_head(c, at.b, at.h), counted_from(static_cast<uint32_t>(at.query + i)));
@@ -213,12 +219,13 @@ void weigh(const FlashCall& c, const Block& at, int64_t rows, bool wants_bias, c
       }
     }
     for (int64_t i = 0; i < QUERIES; i += WIDTH) {
-      const Floats lse = load(m.minus_logsumexp + at.query + i), delta = load(m.minus_delta + at.query + i);
+      const Floats most = load(m.minus_maximum + at.query + i), log_sum = load(m.minus_log_sum + at.query + i);
+      const Floats delta = load(m.minus_delta + at.query + i);
       Floats grads[Units::NUMBERS];
 #pragma GCC unroll 2
       for (int n = 0; n < Units::NUMBERS; ++n) {
         const int64_t place = (j + n) * QUERIES + i;
-        const Floats weight = exponential(multiply_add(load(m.scores + place), scale, lse));
+        const Floats weight = exponential(add(add(load(m.scores + place), most), log_sum));
         Floats used = weight, gradient = load(m.gradients + place);
         if (c.kept != 0.0f) {
           const Floats factor = kept(c, hashes[i / WIDTH], words(static_cast<uint32_t>(at.key + j + n)));
@@ -287,7 +294,7 @@ void finish_head(const FlashGradientCall& g, int64_t b, int64_t h, float* bias, 
   const Floats sink = broadcast(sink_of(c.rules, h));
   Floats total = zeros();
   for (int64_t i = 0; i < m.queries; i += WIDTH) {
-    const Floats weight = exponential(add(sink, load(m.minus_logsumexp + i)));
+    const Floats weight = exponential(add(add(sink, load(m.minus_maximum + i)), load(m.minus_log_sum + i)));
     total = multiply_add(weight, load(m.minus_delta + i), total);
   }
   g.grad_sinks[b * c.heads + h] = sum(total);
@@ -295,7 +302,7 @@ void finish_head(const FlashGradientCall& g, int64_t b, int64_t h, float* bias, 
   // The weights of a row's keys add up to 1 but for the sink's, and their gradients, weighed, to delta: what the row's
   // bias is given is the sink's weight of delta, and 0 without sinks. As a sum over the keys it would be their rounding.
   for (int64_t i = 0; i < c.length; ++i) {
-    bias[i * g.bias_of_row] -= expf(sink_of(c.rules, h) + m.minus_logsumexp[i]) * m.minus_delta[i];
+    bias[i * g.bias_of_row] -= expf(sink_of(c.rules, h) + m.minus_maximum[i] + m.minus_log_sum[i]) * m.minus_delta[i];
   }
 }
 

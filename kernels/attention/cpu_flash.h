@@ -21,7 +21,7 @@ struct FlashCall {
   float kept;            // what dropout multiplies the weights by that it keeps; 0 without dropout
   uint32_t seed, dropped;  // it keeps those with a hash of at least `dropped`
   void* output;          // (B, T, H, Dv), contiguous
-  float* logsumexp;      // (B, H, T): log(sum(exp(scores))), infinity of a query that sees nothing; or null
+  float* logsumexp;      // (B, H, 2, T): log(sum(exp(scores))) in the two parts of logsumexp.py; or null
   // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.
   char *keys_memory, *values_memory;
 };

@@ -6,7 +6,7 @@
 struct FlashGradientCall {
   FlashCall call;  // its output and memory are not used
   FlashTensor grad, output;             // (B, T, H, Dv)
-  const float* logsumexp;               // (B, H, T)
+  const float* logsumexp;               // (B, H, 2, T)
   void *grad_query, *grad_key, *grad_value;  // as query, key and value, contiguous
   float* grad_sinks;                    // (B, H)
   // The gradient of the bias for the heads of a kv head, in float32: strides in numbers, 0 where the bias broadcasts.

@@ -155,7 +155,8 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
       total = total * factor + expf(sink - zero);
     }
     if (c.logsumexp != nullptr) {
-      c.logsumexp[(b * c.heads + h) * c.length + row + i] = total == 0.0f ? INFINITY : most + logf(total);
+      float* const parts = c.logsumexp + (b * c.heads + h) * 2 * c.length + row + i;
+      parts[0] = total == 0.0f ? 0.0f : most, parts[c.length] = total == 0.0f ? INFINITY : logf(total);
     }
     const Floats factors = broadcast(total == 0.0f ? 0.0f : factor / total);
     for (int64_t d = 0; d < width; d += WIDTH) store(sums + i * width + d, multiply(load(sums + i * width + d), factors));

@@ -104,7 +104,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
 def flash_training(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     output = query.new_empty((batch, length, heads, value.shape[-1]))
-    return output, query.new_empty((batch, heads, length), dtype=torch.float32)
+    return output, query.new_empty((batch, heads, 2, length), dtype=torch.float32)
 
 
 @_fake

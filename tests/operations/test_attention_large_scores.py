@@ -15,15 +15,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from easytorch.kernels.attention import logsumexp
+from easytorch.kernels.cpu import library
 from easytorch.kernels.decode import aten as aten_decode
 from easytorch.kernels.decode import aten_split
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch.check import relative_rms_error
 
 LOWEST = torch.finfo(torch.float32).min
+IN_CPP = pytest.param(
+    "flash:cpu",
+    marks=pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}"),
+)
 NAMES = [
     "attention", "vanilla:native", "sdpa:aten", "flash:aten", "blocksparse:aten", "blocksparse:native", "ring:native",
-    pytest.param("flash:xla", marks=pytest.mark.jax_cpu),
+    pytest.param("flash:xla", marks=pytest.mark.jax_cpu), IN_CPP,
 ]  # fmt: skip
 UNBIASED = [
     "attention",
@@ -33,6 +38,7 @@ UNBIASED = [
     "ring:native",
     "ring:aten",
     pytest.param("flash:xla", marks=pytest.mark.jax_cpu),
+    IN_CPP,
 ]
 
 
@@ -93,15 +99,16 @@ def test_of_one_query(name: str, level: float) -> None:
 @pytest.mark.parametrize("name", UNBIASED)
 @pytest.mark.parametrize("factor", [1e6, 1e30])
 def test_equal_products_that_are_large(name: str, factor: float) -> None:
-    tensors = heads(35, 40)
+    tensors = heads(35, 140)
     tensors["query"] = tensors["query"].round() * factor
     tensors["key"] = torch.zeros_like(tensors["key"])
     tensors["key"][..., 0] = 1.0  # its products are exact, and alike for every key of a row
+    scale = 0.3  # rounded with what is subtracted at once, a product would differ from the largest of its equals
     # the gradient of the query is a sum that cancels to nothing
     given = {n: x.requires_grad_(n != "query") for n, x in tensors.items()}
-    check(name, given, {"causal": True, "softmax_scale": 0.25})
+    check(name, given, {"causal": True, "softmax_scale": scale})
     if name != "ring:aten":  # which refuses masks
-        check(name, given, {"mask": randn(2, 1, 35, 40, seed=4) > 0.0, "softmax_scale": 0.25})
+        check(name, given, {"mask": randn(2, 1, 35, 140, seed=4) > 0.0, "softmax_scale": scale})
 
 
 @pytest.mark.parametrize("hooks", ["checkpoint", "hooks"])

@@ -22,7 +22,7 @@ def ones(*sizes: int, **settings: Any) -> torch.Tensor:
 
 def calls() -> list[tuple[str, tuple[Any, ...]]]:
     x, query, value = ones(2, 5, 6), ones(2, 5, 4, 8), ones(2, 5, 2, 6)
-    key, lse = ones(2, 5, 2, 8), torch.zeros(2, 4, 5)
+    key, lse = ones(2, 5, 2, 8), torch.zeros(2, 4, 2, 5)
     plain, sinks = tuple(AttentionCall(scale=0.5)), tuple(AttentionCall(scale=0.5, sinks=ones(4)))
     biased = tuple(AttentionCall(scale=0.5, bias=ones(4, 1, 5, dtype=torch.bfloat16)))
     output, tables = ones(2, 5, 4, 6), (torch.tensor([5]), torch.tensor([[0, 1]]), torch.tensor([0, 3]))
