@@ -20,6 +20,7 @@ from easytorch.operations.dispatch import environment
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_dtype = operator.attrgetter("dtype")
 _VARIABLES = ("EASYTORCH_OPS", "EASYTORCH_CHECK")
 
 
@@ -28,20 +29,23 @@ class ModelSnapshot:
 
     Values of weights may change in place. Noticed are other modules, weights, dtypes and devices, hooks, adapters,
     training mode, implementations of attention and experts, autocast and the precision of products. Not noticed are
-    numbers that a config or a module holds, such as a window. It does not keep the model alive.
+    numbers that a config or a module holds, such as a window, and another shape of the same memory. It keeps neither
+    the model alive nor what its own attributes hold, which may be methods of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._model, self._parts = weakref.ref(model), modules[1:]
-        self._variables = list(map(vars, modules))
-        self._dicts = [one[name] for one in self._variables for name in _MEMBERS]
+        variables = list(map(vars, modules))
+        self._variables = variables[1:]
+        self._dicts = [one[name] for one in variables for name in _MEMBERS]
         self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
         self._tensors = [one for one in self._members if isinstance(one, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._dtypes = list(map(_dtype, self._tensors))  # other numbers may lie where the old ones did
         self._kind, self._kinds = type(model), list(map(type, self._parts))
-        self._hooks = [one[name] for one in self._variables for name in _HOOKS]
-        self._watched = self._count_hooks()
+        self._hooks = [one[name] for one in variables for name in _HOOKS]
+        self._watched = self._count_hooks(variables[0])
         configs: list[Any] = [getattr(module, "config", None) for module in modules]
         self._configs = list({id(one): one for one in configs if hasattr(one, "_attn_implementation")}.values())
         # PEFT's layers; transformers' models have methods of the same names
@@ -49,27 +53,33 @@ class ModelSnapshot:
             one for one in self._parts if isinstance(getattr(one, "merged_adapters", None), list)
         ]
         self._device = self._tensors[0].device.type if self._tensors else "cpu"
-        self._settings = self._read_settings()
+        self._settings = self._read_settings(variables[0])
 
     def holds(self) -> bool:
+        if (model := self._model()) is None:
+            return False
+        variables = vars(model)
         # C alone walks the modules: this is at each token, and a model has hundreds of them
         members = itertools.chain.from_iterable(map(dict.values, self._dicts))
         return (
             sum(map(len, self._dicts)) == len(self._members)
             and all(map(operator.is_, members, self._members))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and type(self._model()) is self._kind
+            and list(map(_dtype, self._tensors)) == self._dtypes
+            and type(model) is self._kind
             and list(map(type, self._parts)) == self._kinds
-            and self._count_hooks() == self._watched
-            and self._read_settings() == self._settings
+            and self._count_hooks(variables) == self._watched
+            and self._read_settings(variables) == self._settings
         )
 
-    def _count_hooks(self) -> int:
-        return sum(map(len, self._hooks)) + sum("forward" in one for one in self._variables)
+    def _count_hooks(self, variables: dict[str, Any]) -> int:
+        """variables: the model's own."""
+        others = sum("forward" in one for one in self._variables)
+        return sum(map(len, self._hooks)) + ("forward" in variables) + others
 
-    def _read_settings(self) -> tuple[Any, ...]:
+    def _read_settings(self, variables: dict[str, Any]) -> tuple[Any, ...]:
         return (
-            any(map(operator.itemgetter("training"), self._variables)),
+            variables["training"] or any(map(operator.itemgetter("training"), self._variables)),
             [(one._attn_implementation, getattr(one, "_experts_implementation", None)) for one in self._configs],
             [
                 (tuple(one.active_adapters), one.disable_adapters, tuple(one.merged_adapters), dict(one.scaling))
@@ -83,12 +93,14 @@ class ModelSnapshot:
 
 
 def plain_values(model: nn.Module) -> list[Any]:
-    """The numbers, strings and sequences of them that modules and configs hold: what a snapshot does not look at at
-    each token, and a call does that goes on from another one's captured step."""
+    """The numbers, strings and sequences of them that modules and configs hold, and the layouts of tensors: what a
+    snapshot does not look at at each token, and a call does that goes on from another one's captured step."""
     found: list[Any] = []
     configs: dict[int, Any] = {}
     for module in model.modules():
         found.append({name: value for name, value in vars(module).items() if _is_plain(value)})
+        own = itertools.chain(module._parameters.values(), module._buffers.values())
+        found.append([(one.shape, one.stride()) for one in own if one is not None])
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             configs[id(config)] = config

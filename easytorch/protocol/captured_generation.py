@@ -91,7 +91,8 @@ class _Kept(NamedTuple):
 
 
 _KEPT: KeptSteps[_Kept] = KeptSteps()
-# The step that the running call of `generate` goes on with; it is put here once it is made where there is none.
+# The step that the call of `generate` which begins goes on with; where there is none it is put here once it is made. The
+# call's loop takes it out: other calls, of a criterion or a streamer, run inside of it.
 _RUNNING: ContextVar[list[CapturedForward] | None] = ContextVar("_RUNNING", default=None)
 
 
@@ -108,6 +109,7 @@ def compiled_call(model: Any, compile_config: Any, theirs: Callable[[Any], Calla
         return theirs(compile_config)
     compiled = functools.partial(theirs, compile_config)
     running = _RUNNING.get()
+    _RUNNING.set(None)
     if running:
         running[0].go_on(model, compiled)
         return running[0]

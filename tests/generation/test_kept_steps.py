@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 import weakref
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from easytorch.generation import captured, generate_tokens
 from easytorch.layers.kept_steps import KeptSteps
@@ -80,7 +82,12 @@ def _replaced(linear):
     linear.weight.data = linear.weight.data * -2
 
 
+def _transposed(linear):
+    linear.weight.data = linear.weight.data.t()  # a square one: where it was
+
+
 CHANGES = {
+    "strides": lambda model: _transposed(model.model.layers[0].self_attn.q_proj),
     "weights": lambda model: _replaced(model.model.layers[0].mlp.down_proj),
     "dtype": lambda model: model.to(torch.float64),
     "adapter": lambda model: model.apply_lora_to_layers(2, "q_proj"),
@@ -119,6 +126,7 @@ def test_weights_changed_in_place_are_seen(way, graphs):
 def test_what_is_kept_ends_with_the_model(way, graphs):
     generate, module = WAYS[way]
     model = model_of("llama")
+    model.helper = types.MethodType(repr, model)  # an attribute that leads back to the model
     generate(model)
     assert len(module._KEPT) == 1
     gone = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
@@ -157,6 +165,22 @@ def test_a_run_that_is_left_early_or_fails(graphs):
     with pytest.raises(ZeroDivisionError):
         run.throw(ZeroDivisionError)
     assert torch.equal(by_tokens(model), want)
+
+
+@pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {}], ids=str)
+def test_a_criterion_that_generates_with_another_model(settings, graphs):
+    """Its step is not the one of the call that it runs in."""
+    model, other = model_of("llama"), model_of("qwen2")
+    want, of_other = by_generate(model, cache="dynamic"), by_generate(other, **settings)
+    found = []
+
+    def criterion(ids, scores, **kwargs):
+        found.append(by_generate(other, **settings))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    for _ in range(2):
+        assert torch.equal(by_generate(model, stopping_criteria=StoppingCriteriaList([criterion])), want)
+    assert len(found) == 18 and all(torch.equal(one, of_other) for one in found)
 
 
 def test_a_step_is_one_call_s_at_a_time():
