@@ -15,6 +15,7 @@ from easytorch.generation.engine import SamplingParams, StructuredOutputsParams
 Token = Annotated[int, Field(ge=0)]
 # For each unsupported feature the values that disable it.
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "none", "auto")
+_NULLABLE = frozenset({"n", "stream", "echo"})
 # No other fields, and no value of another type: "false" and 1 are no booleans, "0.5" no number.
 _AS_GIVEN = ConfigDict(extra="forbid", strict=True)
 
@@ -105,6 +106,14 @@ class SamplingRequest(_Request):
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        """null is the default of these, as of all that may be left out; OpenAI's client sends it for None."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in _NULLABLE}
 
     @model_validator(mode="after")
     def _check(self) -> SamplingRequest:

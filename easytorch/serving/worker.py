@@ -74,14 +74,15 @@ class EngineWorker:
     async def generate(
         self, make_prompts: Callable[[], Sequence[Any]], params: SamplingParams, timeout: float
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt * n + index of the continuation, output) as they come; closing it aborts the rest.
+        """(index of the prompt * n + index of the continuation, output) as they come, of a continuation the newest for
+        a reader who is slower than the engine; closing it aborts the rest.
 
         make_prompts: returns the prompts; called in the engine's thread, to which the tokenizer belongs. The first item
         is yielded once all requests are accepted: before it `ValueError` for a request that the engine refuses, and
         `APIError` for a full queue. After `timeout` seconds it raises `APIError`.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
+        arrived = _Newest()
         ids: list[str] = []
 
         def add() -> None:
@@ -110,14 +111,12 @@ class EngineWorker:
                 self._listeners.pop(request_id, None)
 
         late = APIError(504, f"the request did not end within {timeout:g} seconds", code="timeout")
-        timer = loop.call_later(timeout, arrived.put_nowait, (0, late))
+        timer = loop.call_later(timeout, arrived.put, 0, late)
         try:
             await asyncio.wrap_future(self.call(add))
             left = len(ids)
             while left:
                 place, output = await arrived.get()
-                if isinstance(output, APIError):
-                    raise output
                 if output.outputs[0].finish_reason == "abort":
                     raise APIError(400, f"the structured output cannot continue: {output.outputs[0].stop_reason}")
                 left -= output.finished
@@ -177,9 +176,38 @@ def _ended() -> APIError:
     return APIError(503, "the engine's thread has ended; see the server's log")
 
 
-def _listener(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], place: int) -> Listener:
+class _Newest:
+    """The newest output of each place, and an error after them: an output has all of its continuation's tokens, so that
+    a queue of them would grow by the square of what a client does not read."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, RequestOutput] = {}
+        self._error: APIError | None = None
+        self._some = asyncio.Event()
+
+    def put(self, place: int, output: RequestOutput | APIError) -> None:
+        if isinstance(output, APIError):
+            self._error = self._error or output
+        else:
+            self._outputs[place] = output
+        self._some.set()
+
+    async def get(self) -> tuple[int, RequestOutput]:
+        """The one that has waited longest; raises the error where there is none left."""
+        await self._some.wait()
+        if not self._outputs:
+            assert self._error is not None
+            raise self._error
+        place = next(iter(self._outputs))
+        output = self._outputs.pop(place)
+        if not self._outputs and self._error is None:
+            self._some.clear()
+        return place, output
+
+
+def _listener(loop: asyncio.AbstractEventLoop, arrived: _Newest, place: int) -> Listener:
     def tell(output: RequestOutput | APIError) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(arrived.put_nowait, (place, output))
+            loop.call_soon_threadsafe(arrived.put, place, output)
 
     return tell

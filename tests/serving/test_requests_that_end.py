@@ -116,6 +116,27 @@ def test_a_client_that_goes_frees_its_pages(stream, make_engine):
     in_loop(app, scenario)
 
 
+def test_what_a_slow_client_does_not_read_is_not_kept(make_engine):
+    """Each output has all tokens: of those that were not read the newest is enough."""
+    worker = EngineWorker(make_engine(), max_queue=4)
+    params = SamplingParams(n=2, max_tokens=20, temperature=0, ignore_eos=True)
+
+    async def main():
+        outputs = worker.generate(lambda: ["the class"], params, 60)
+        first = await anext(outputs)
+        while await asyncio.wrap_future(worker.call(lambda: worker.engine.has_unfinished_requests)):
+            pass
+        return [first, *[one async for one in outputs]]
+
+    worker.start()
+    try:
+        found = asyncio.run(main())
+    finally:
+        worker.stop()
+    assert len(found) <= 3
+    assert {place: len(output.outputs[0].token_ids) for place, output in found[-2:]} == {0: 20, 1: 20}
+
+
 def test_a_full_queue_is_429_and_the_others_go_on(make_engine):
     engine = make_engine()
     gate, app = Gate(engine, free=1), create_app("small", engine=engine, max_queue=3)

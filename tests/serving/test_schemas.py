@@ -124,6 +124,14 @@ def test_the_ends_of_requests_and_what_asks_for_nothing_are_taken():
     assert CompletionRequest(**TEXT, stream=True, stream_options={"include_usage": True}).stream_options.include_usage
 
 
+def test_null_is_the_default_of_what_may_be_left_out():
+    given = CompletionRequest(**TEXT)
+    for name in CompletionRequest.model_fields.keys() - {"model", "prompt", "max_tokens"}:
+        assert CompletionRequest(**TEXT, **{name: None}) == given, name
+    with pytest.raises(ValueError, match="model"):
+        CompletionRequest(**TEXT | {"model": None})
+
+
 def test_one_prompt_or_several():
     for kind, name, method in ((CompletionRequest, "prompt", "prompts"), (EmbeddingRequest, "input", "inputs")):
         for given, found in (
@@ -154,13 +162,15 @@ def test_what_goes_wrong_in_a_request_has_that_body_and_names_the_field():
 
     @app.post("/text")
     async def answer(request: CompletionRequest) -> None:
-        raise {"api": APIError(429, "full", code="c"), "key": KeyError("x")}[str(request.prompt)]
+        errors = {"api": APIError(429, "full", code="c"), "key": KeyError("x"), "deep": RecursionError("too deep")}
+        raise errors[str(request.prompt)]
 
     client = TestClient(app, raise_server_exceptions=False)
     headers = {"Content-Type": "application/json"}
     for content, status, message, param in (
         (json.dumps(TEXT | {"prompt": "api"}), 429, "full", None),
         (json.dumps(TEXT | {"prompt": "key"}), 500, "the server failed (KeyError); see its log", None),
+        (json.dumps(TEXT | {"prompt": "deep"}), 400, "the body is nested too deeply", None),
         ("{", 400, "the body is not JSON: ", None),
         (json.dumps(TEXT | {"temprature": 1}), 400, "unrecognized argument: temprature", "temprature"),
         (json.dumps(TEXT | {"n": 0}), 400, "n must be between 1 and 128", None),
