@@ -91,8 +91,8 @@ class _Kept(NamedTuple):
 
 
 _KEPT: KeptSteps[_Kept] = KeptSteps()
-# The step that the call of `generate` which begins goes on with; where there is none it is put here once it is made. The
-# call's loop takes it out: other calls, of a criterion or a streamer, run inside of it.
+# The step that the call of `generate` which begins goes on with; where there is none it is put here once it is made.
+# The call's loop takes it out: other calls, of a criterion or a streamer, run inside of it.
 _RUNNING: ContextVar[list[CapturedForward] | None] = ContextVar("_RUNNING", default=None)
 
 
