@@ -107,8 +107,8 @@ class PrePostNormLayer(DecoderLayer):
 class DecoderBackbone(_Base):
     """Embedding, layers and the final norm; a mixin for the family's `PreTrainedModel`.
 
-    A family overrides the step where it differs: `add_modules`, `embedding`, `make_masks`, `default_positions`,
-    `enter` (scales, positions that are added, dropout) and `leave`.
+    A family overrides the step where it differs: `add_modules`, `embedding`, `embed`, `make_masks`,
+    `default_positions`, `enter` (scales, positions that are added, dropout) and `leave`.
     """
 
     layer_class: ClassVar[type[DecoderLayer]]
@@ -145,6 +145,11 @@ class DecoderBackbone(_Base):
     def embedding(config: Any) -> nn.Embedding:
         """Token ids (B, T) -> (B, T, D)."""
         return nn.Embedding(config.vocab_size, config.hidden_size, padding_of(config))
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B, T) -> (B, T, D): what `inputs_embeds` stands for."""
+        embedded: torch.Tensor = getattr(self, self._input_embed_layer)(input_ids)
+        return embedded
 
     def cache(self, cache: Cache | None) -> Cache:
         """The cache of keys and values: the given one, or a new one."""
@@ -242,7 +247,8 @@ class DecoderBackbone(_Base):
         """
         check_one_input(input_ids, inputs_embeds)
         if inputs_embeds is None:
-            inputs_embeds = getattr(self, self._input_embed_layer)(input_ids)
+            assert input_ids is not None
+            inputs_embeds = self.embed(input_ids)
         if use_cache:
             cache = self.cache(cache)
         masks = self.make_masks(inputs_embeds, attention_mask, cache, position_ids)

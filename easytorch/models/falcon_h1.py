@@ -12,9 +12,7 @@ from transformers import FalconH1Config, GenerationMixin, initialization
 
 from easytorch.cache_names import cache_keyword, state_keyword, takes_cache
 from easytorch.layers import mamba2_mixer
-from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
-from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead
 from easytorch.layers.hybrid import HybridBackbone
@@ -141,9 +139,8 @@ class FalconH1Model(DecoderBackbone, FalconH1PreTrainedModel):
     norm_name = "final_layernorm"
     masks_of: ClassVar[Mapping[str, Any]] = {BOTH: HybridBackbone.masks_of}
 
-    @staticmethod
-    def embedding(config: Any) -> nn.Embedding:
-        return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_of(config), config.embedding_multiplier)
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.config.embedding_multiplier  # type: ignore[operator]
 
     def make_masks(self, inputs_embeds: torch.Tensor, *given: Any) -> Masks:
         both = self.masks_of[BOTH]

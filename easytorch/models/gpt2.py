@@ -208,6 +208,7 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """As `DecoderBackbone.forward`; input_ids and token_type_ids may be (B, choices, T), whose rows are flattened.
@@ -238,6 +239,7 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=cache,
+            use_cache=use_cache,
             return_dict=True,
             **kwargs,
         )
@@ -248,22 +250,15 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         return outputs
 
 
+_INPUTS = ("input_ids", CACHE, "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+
+
 class GPT2LMHeadModel(CausalLMHead, ArgumentsInOrder, GPT2PreTrainedModel, GenerationMixin):
     backbone_class = GPT2Model
     # `generate` takes those that the signature names
     arguments = (
-        "input_ids",
-        CACHE,
-        "attention_mask",
-        "token_type_ids",
-        "position_ids",
-        "inputs_embeds",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "labels",
-        "use_cache",
-        "logits_to_keep",
-    )
+        *_INPUTS, "encoder_hidden_states", "encoder_attention_mask", "labels", "use_cache", "logits_to_keep"
+    )  # fmt: skip
     output_class = CausalLMOutputWithCrossAttentions
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
     _tp_plan = _pp_plan = _fsdp_plan = None  # transformers has none
@@ -331,14 +326,17 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
         )
 
 
-class GPT2ForSequenceClassification(SequenceClassificationHead, GPT2PreTrainedModel):
+class GPT2ForSequenceClassification(SequenceClassificationHead, ArgumentsInOrder, GPT2PreTrainedModel):
     backbone_class = GPT2Model
+    arguments = (*_INPUTS, "labels", "use_cache")
 
 
-class GPT2ForTokenClassification(TokenClassificationHead, GPT2PreTrainedModel):
+class GPT2ForTokenClassification(TokenClassificationHead, ArgumentsInOrder, GPT2PreTrainedModel):
     backbone_class = GPT2Model
+    arguments = (*_INPUTS, "labels", "use_cache")
     classifier_name = "classifier"
 
 
-class GPT2ForQuestionAnswering(QuestionAnsweringHead, GPT2PreTrainedModel):
+class GPT2ForQuestionAnswering(QuestionAnsweringHead, ArgumentsInOrder, GPT2PreTrainedModel):
     backbone_class = GPT2Model
+    arguments = ("input_ids", *_INPUTS[2:], "start_positions", "end_positions")

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, GPTNeoXConfig
 
+from easytorch.cache_names import CACHE
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import (
@@ -78,10 +80,14 @@ class GPTNeoXPreTrainedModel(NativeDecoder):
     _keys_to_ignore_on_load_unexpected = ["attention.bias", "attention.masked_bias"]  # noqa: RUF012
 
 
-class GPTNeoXModel(DecoderBackbone, GPTNeoXPreTrainedModel):
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", CACHE)
+
+
+class GPTNeoXModel(DecoderBackbone, ArgumentsInOrder, GPTNeoXPreTrainedModel):
     layer_class = GPTNeoXLayer
     rotary_class = PartialRotaryEmbedding
     norm_name = "final_layer_norm"
+    arguments = (*_INPUTS, "use_cache")
 
     def add_modules(self, config: Any) -> None:
         super().add_modules(config)
@@ -95,20 +101,29 @@ class GPTNeoXModel(DecoderBackbone, GPTNeoXPreTrainedModel):
         return self.emb_dropout(inputs_embeds)
 
 
-class GPTNeoXForCausalLM(CausalLMHead, GPTNeoXPreTrainedModel, GenerationMixin):
+class GPTNeoXForCausalLM(CausalLMHead, ArgumentsInOrder, GPTNeoXPreTrainedModel, GenerationMixin):
     backbone_class = GPTNeoXModel
+    arguments = (*_INPUTS, "labels", "use_cache", "logits_to_keep")
     _tied_weights_keys = {"lm_head.weight": "gpt_neox.embed_in.weight"}  # noqa: RUF012
     _fsdp_plan = None  # transformers has none
 
 
-class GPTNeoXForSequenceClassification(SequenceClassificationHead, GPTNeoXPreTrainedModel):
+class GPTNeoXForSequenceClassification(SequenceClassificationHead, ArgumentsInOrder, GPTNeoXPreTrainedModel):
     backbone_class = GPTNeoXModel
+    arguments = (*_INPUTS, "labels", "use_cache")
 
 
-class GPTNeoXForTokenClassification(TokenClassificationHead, GPTNeoXPreTrainedModel):
+class GPTNeoXForTokenClassification(TokenClassificationHead, ArgumentsInOrder, GPTNeoXPreTrainedModel):
     backbone_class = GPTNeoXModel
     classifier_name = "classifier"
+    arguments = (
+        "input_ids", CACHE, "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels", "use_cache"
+    )  # fmt: skip
 
 
-class GPTNeoXForQuestionAnswering(QuestionAnsweringHead, GPTNeoXPreTrainedModel):
+class GPTNeoXForQuestionAnswering(QuestionAnsweringHead, ArgumentsInOrder, GPTNeoXPreTrainedModel):
     backbone_class = GPTNeoXModel
+    arguments = (
+        "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "start_positions",
+        "end_positions",
+    )  # fmt: skip

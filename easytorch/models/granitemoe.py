@@ -10,6 +10,8 @@ from transformers import GenerationMixin, GraniteMoeConfig, PreTrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
+from easytorch.cache_names import CACHE
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.moe_heads import BalancedCausalLMHead
@@ -85,7 +87,14 @@ class GraniteMoeModel(DecoderBackbone, GraniteMoePreTrainedModel):
         return inputs_embeds if scale is None else inputs_embeds * scale
 
 
-class GraniteMoeForCausalLM(BalancedCausalLMHead, GraniteMoePreTrainedModel, GenerationMixin):
+class GraniteMoeHead(BalancedCausalLMHead, ArgumentsInOrder):
+    arguments = (
+        "input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "labels", "output_router_logits",
+        "logits_to_keep", "use_cache",
+    )  # fmt: skip
+
+
+class GraniteMoeForCausalLM(GraniteMoeHead, GraniteMoePreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeModel
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:

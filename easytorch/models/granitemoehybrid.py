@@ -18,10 +18,9 @@ from easytorch.layers.gate import gated
 from easytorch.layers.hybrid import HybridBackbone
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import LINEAR, types_of_config
-from easytorch.layers.moe_heads import BalancedCausalLMHead
 from easytorch.layers.rotary import RotaryEmbedding
 from easytorch.models.granite import GraniteAttention
-from easytorch.models.granitemoe import GraniteMoeMoE, GraniteMoeTopKRouter
+from easytorch.models.granitemoe import GraniteMoeHead, GraniteMoeMoE, GraniteMoeTopKRouter
 from easytorch.protocol.native import NativeMoeDecoder
 
 
@@ -124,7 +123,7 @@ class GraniteMoeHybridModel(HybridBackbone, GraniteMoeHybridPreTrainedModel):
         return inputs_embeds * self.config.embedding_multiplier  # type: ignore[operator]
 
 
-class GraniteMoeHybridForCausalLM(BalancedCausalLMHead, GraniteMoeHybridPreTrainedModel, GenerationMixin):
+class GraniteMoeHybridForCausalLM(GraniteMoeHead, GraniteMoeHybridPreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeHybridModel
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput, MambaO
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.cache_names import STATES, cache_of, state_keyword, takes_states
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
@@ -61,8 +62,11 @@ class MambaPreTrainedModel(NativeDecoder):
                 weight /= math.sqrt(self.config.num_hidden_layers)
 
 
-class MambaModel(MambaPreTrainedModel):
+class MambaModel(ArgumentsInOrder, MambaPreTrainedModel):
     block_class: ClassVar[type[MambaBlock]] = MambaBlock
+    arguments = (
+        "input_ids", "inputs_embeds", STATES, "use_cache", "output_hidden_states", "return_dict", "attention_mask"
+    )  # fmt: skip
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -112,8 +116,12 @@ class MambaModel(MambaPreTrainedModel):
         )
 
 
-class MambaForCausalLM(MambaPreTrainedModel, GenerationMixin):
+class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
     backbone_class: ClassVar[type[MambaModel]] = MambaModel
+    arguments: ClassVar[tuple[str, ...]] = (
+        "input_ids", "attention_mask", "inputs_embeds", STATES, "labels", "output_hidden_states", "return_dict",
+        "use_cache", "logits_to_keep", "seq_idx",
+    )  # fmt: skip
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationMixin, Mamba2Config
 
+from easytorch.cache_names import STATES
 from easytorch.layers import mamba2_mixer
 from easytorch.models.mamba import MambaBlock, MambaForCausalLM, MambaModel, MambaPreTrainedModel
 
@@ -47,3 +48,7 @@ class Mamba2Model(Mamba2PreTrainedModel, MambaModel):
 
 class Mamba2ForCausalLM(Mamba2PreTrainedModel, MambaForCausalLM, GenerationMixin):
     backbone_class = Mamba2Model
+    arguments = (
+        "input_ids", "inputs_embeds", STATES, "labels", "output_hidden_states", "return_dict", "use_cache",
+        "attention_mask", "logits_to_keep", "seq_idx",
+    )  # fmt: skip

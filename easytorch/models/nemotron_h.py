@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from easytorch.cache_names import CACHE, cache_keyword, state_keyword, takes_cache
 from easytorch.layers import mamba2_mixer
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -160,7 +161,8 @@ class NemotronHPreTrainedModel(NativeMoeDecoder):
                 weight /= math.sqrt(self.config.num_hidden_layers)
 
 
-class NemotronHModel(DecoderBackbone, NemotronHPreTrainedModel):
+class NemotronHModel(DecoderBackbone, ArgumentsInOrder, NemotronHPreTrainedModel):
+    arguments = ("input_ids", "inputs_embeds", "position_ids", CACHE, "use_cache", "attention_mask")
     layer_class = NemotronHBlock
     rotary_class = None
     norm_name = "norm_f"

@@ -11,6 +11,8 @@ from transformers import Cache, GenerationMixin, OPTConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from easytorch.cache_names import CACHE
+from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import activation
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
@@ -126,7 +128,12 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
         return hidden_states if self.project_out is None else linear(self.project_out, hidden_states)
 
 
-class OPTModel(OPTPreTrainedModel):
+_INPUTS = ("input_ids", "attention_mask", CACHE, "inputs_embeds")
+
+
+class OPTModel(ArgumentsInOrder, OPTPreTrainedModel):
+    arguments = (*_INPUTS, "use_cache", "position_ids")
+
     def __init__(self, config: OPTConfig) -> None:
         super().__init__(config)
         self.decoder = OPTDecoder(config)
@@ -143,15 +150,18 @@ class OPTModel(OPTPreTrainedModel):
         return self.decoder(input_ids=input_ids, **kwargs)
 
 
-class OPTForCausalLM(CausalLMHead, OPTPreTrainedModel, GenerationMixin):
+class OPTForCausalLM(CausalLMHead, ArgumentsInOrder, OPTPreTrainedModel, GenerationMixin):
     backbone_class = OPTModel
+    arguments = (*_INPUTS, "labels", "use_cache", "position_ids", "logits_to_keep")
     _tied_weights_keys = {"lm_head.weight": "model.decoder.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = _pp_plan = _fsdp_plan = None  # transformers has none
 
 
-class OPTForSequenceClassification(SequenceClassificationHead, OPTPreTrainedModel):
+class OPTForSequenceClassification(SequenceClassificationHead, ArgumentsInOrder, OPTPreTrainedModel):
     backbone_class = OPTModel
+    arguments = (*_INPUTS, "labels", "use_cache", "position_ids")
 
 
-class OPTForQuestionAnswering(QuestionAnsweringHead, OPTPreTrainedModel):
+class OPTForQuestionAnswering(QuestionAnsweringHead, ArgumentsInOrder, OPTPreTrainedModel):
     backbone_class = OPTModel
+    arguments = (*_INPUTS, "start_positions", "end_positions", "use_cache", "position_ids")

@@ -67,6 +67,7 @@ def test_embeddings_for_tokens_and_the_logits_that_are_kept(family, make_pair) -
     ours, theirs = models(make_pair, family)
     embeds = theirs.get_input_embeddings()(IDS).detach()
     with torch.no_grad():
+        assert torch.equal(ours.get_input_embeddings()(IDS), embeds)  # what PEFT's prompt tuning asks for
         every = theirs(IDS).logits
         given = [model(inputs_embeds=embeds).logits for model in (ours, theirs)]  # which Falcon-H1 does not scale
         torch.testing.assert_close(*given, **TOLERANCE)
