@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization
 
+from easytorch.layers.kept_in_float32 import dtype_of
+
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Router(nn.Module):
     """A row of logits for each token, and a family's choice from it: hidden_states (N, D) or (B, T, D)."""
 
-    def __init__(self, config: Any, num_experts: int, *, bias: bool = False) -> None:
+    def __init__(self, config: Any, num_experts: int, *, bias: bool = False, dtype: torch.dtype | None = None) -> None:
+        """dtype: the weight's."""
         super().__init__()
         self.top_k, self.num_experts = config.num_experts_per_tok, num_experts
         if not isinstance(self.top_k, int) or num_experts is None or not 1 <= self.top_k <= num_experts:
@@ -28,7 +31,7 @@ class Router(nn.Module):
                 f"{config.model_type}: config.num_experts_per_tok={self.top_k} of {num_experts} experts; it must be "
                 f"1 to {num_experts}"
             )
-        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(num_experts))
 
@@ -87,7 +90,7 @@ class GroupedSigmoidRouter(Router):
     e_score_correction_bias: torch.Tensor
 
     def __init__(self, config: Any, num_experts: int) -> None:
-        super().__init__(config, num_experts)
+        super().__init__(config, num_experts, dtype=dtype_of("gate.weight"))
         self.num_group, self.topk_group = config.n_group, config.topk_group
         _check_groups(config, num_experts, self.num_group, self.topk_group, 2)
         self.norm_topk_prob = config.norm_topk_prob
@@ -118,7 +121,7 @@ class GroupedSoftmaxRouter(Router):
     """
 
     def __init__(self, config: Any, num_experts: int, num_group: int, topk_group: int) -> None:
-        super().__init__(config, num_experts)
+        super().__init__(config, num_experts, dtype=dtype_of("gate.weight"))
         self.num_group, self.topk_group = num_group, topk_group
         _check_groups(config, num_experts, num_group, topk_group, 1)
         self.routed_scaling_factor = config.routed_scaling_factor

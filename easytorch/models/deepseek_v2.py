@@ -12,6 +12,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.heads import SequenceClassificationHead
+from easytorch.layers.kept_in_float32 import kept_in_float32
 from easytorch.layers.latent_attention import LatentAttention
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.moe_heads import MoeCausalLMHead
@@ -69,6 +70,7 @@ class DeepseekV2PreTrainedModel(NativeMoeDecoder):
         "hidden_states": DeepseekV2DecoderLayer,
         "attentions": DeepseekV2Attention,
     }
+    _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV2PreTrainedModel")
 
 
 class DeepseekV2Model(DecoderBackbone, DeepseekV2PreTrainedModel):

@@ -9,6 +9,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.heads import SequenceClassificationHead, TokenClassificationHead
+from easytorch.layers.kept_in_float32 import kept_in_float32
 from easytorch.layers.latent_attention import LatentAttention
 from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.models.glm4_moe import Glm4MoeDecoderLayer, Glm4MoeTopkRouter
@@ -42,7 +43,7 @@ class DeepseekV3PreTrainedModel(NativeMoeDecoder):
         "hidden_states": DeepseekV3DecoderLayer,
         "attentions": DeepseekV3Attention,
     }
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV3PreTrainedModel")
     # the layer of multi-token prediction, which comes after those of the model
     _keys_to_ignore_on_load_unexpected = [r"model\.layers\.61.*"]  # noqa: RUF012
 

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import OutputRecorder
 
 from easytorch.layers.decoder import DecoderBackbone
+from easytorch.layers.kept_in_float32 import kept_in_float32
 from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.layers.sparse_indexer import MASKS_OF_INDEXED, SparseLatentAttention
 from easytorch.models.deepseek_v3 import apart
@@ -49,7 +50,7 @@ class DeepseekV32PreTrainedModel(NativeMoeDecoder):
         "attentions": DeepseekV32Attention,
     }
     _keep_in_fp32_modules = ["indexer.weights_proj"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV32PreTrainedModel")
     # the layer of multi-token prediction, which comes after those of the model
     _keys_to_ignore_on_load_unexpected = [r"model\.layers\.61.*"]  # noqa: RUF012
 

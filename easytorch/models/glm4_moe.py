@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.kept_in_float32 import kept_in_float32
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.layers.norm import RMSNorm
@@ -84,7 +85,7 @@ class Glm4MoePreTrainedModel(NativeMoeDecoder):
         "hidden_states": Glm4MoeDecoderLayer,
         "attentions": Glm4MoeAttention,
     }
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = kept_in_float32("Glm4MoePreTrainedModel")
     # the layers of multi-token prediction, which come after those of the model: of GLM 4.5 and of GLM 4.5 Air
     _keys_to_ignore_on_load_unexpected = [r"model\.layers\.92.*", r"model\.layers\.46.*"]  # noqa: RUF012
 

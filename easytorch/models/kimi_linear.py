@@ -18,6 +18,7 @@ from easytorch.layers.experts import Experts
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.gated_delta_net import gated_delta_rule, log_decays
 from easytorch.layers.hybrid import HybridBackbone, HybridLayer
+from easytorch.layers.kept_in_float32 import dtype_of, kept_in_float32
 from easytorch.layers.latent_attention import LatentAttention
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import types_of_config
@@ -56,7 +57,8 @@ class KimiLinearForgetGate(nn.Module):
         self.heads, self.width = config.linear_num_heads, config.linear_head_dim
         self.f_a_proj = nn.Linear(config.hidden_size, self.width, bias=False)
         self.f_b_proj = nn.Linear(self.width, self.heads * self.width, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.heads * self.width))
+        made = dtype_of("dt_bias", "KimiLinearPreTrainedModel")
+        self.dt_bias = nn.Parameter(torch.empty(self.heads * self.width, dtype=made))
         self.A_log = nn.Parameter(torch.empty(1, 1, self.heads, 1))
 
     def reset_parameters(self) -> None:
@@ -174,6 +176,7 @@ class KimiLinearPreTrainedModel(NativeMoeDecoder):
         "hidden_states": KimiLinearDecoderLayer,
         "attentions": KimiLinearAttention,
     }
+    _keep_in_fp32_modules_strict = kept_in_float32("KimiLinearPreTrainedModel")
     _is_stateful = True
 
     def _init_weights(self, module: nn.Module) -> None:

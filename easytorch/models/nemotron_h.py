@@ -18,6 +18,7 @@ from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.experts import Experts
 from easytorch.layers.grouped_attention import GroupedAttention
+from easytorch.layers.kept_in_float32 import kept_in_float32
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import FULL, LINEAR, MASKS_OF, Masks, types_of_config
 from easytorch.layers.mlp import PlainMLP
@@ -146,7 +147,7 @@ class NemotronHPreTrainedModel(NativeMoeDecoder):
         "router_logits": OutputRecorder(NemotronHTopkRouter, index=0),
     }
     _is_stateful = True
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = kept_in_float32("NemotronHPreTrainedModel")
     _keys_to_ignore_on_load_unexpected = [r"mtp.*"]  # noqa: RUF012 - layers of multi-token prediction
 
     def _init_weights(self, module: nn.Module) -> None:

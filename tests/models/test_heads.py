@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections import Counter
@@ -14,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 import easytorch
 from easytorch.protocol.native_classes import families
-from tests.models.families import FAMILIES, HEADS
+from tests.models.families import CAUSAL, FAMILIES, HEADS
 
 # class -> why it stays transformers'
 STOCK = {"JevForDecision": "a model with code of its own over the decoders of several types"}
@@ -77,3 +78,37 @@ def test_calls_by_position_compute_the_same(family: str, head: str, make_pair: A
         output, expected = (model(*map(given.get, names)) for model in (ours, theirs))
     for name in ("loss", "logits"):
         torch.testing.assert_close(output[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(CAUSAL))
+def test_what_stays_in_float32_is_transformers(family: str) -> None:
+    """In a model of 16 bits: the names that loading keeps, and the parameters as they are made."""
+    ours = getattr(importlib.import_module(f"easytorch.models.{family}"), CAUSAL[family])
+    config, made = FAMILIES[family].config(), []
+    for kind in (ours, getattr(transformers, CAUSAL[family])):
+        with torch.device("meta"):
+            made.append(kind._from_config(copy.deepcopy(config), dtype=torch.bfloat16))
+    for kept in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        assert set(getattr(made[0], kept)) == set(getattr(made[1], kept)), kept
+    given, expected = ({name: one.dtype for name, one in model.named_parameters()} for model in made)
+    assert given == expected
+
+
+def test_routers_loaded_in_16_bits_choose_as_transformers_do(tmp_path: Any, make_pair: Any) -> None:
+    """Kimi Linear, whose files hold its routers and time steps in float32."""
+    if not transformers.KimiLinearPreTrainedModel._keep_in_fp32_modules_strict:
+        pytest.skip("transformers 5.23 keeps none of them")
+    ours, theirs = make_pair("KimiLinearForCausalLM", FAMILIES["kimi_linear"].config())
+    theirs.save_pretrained(tmp_path)
+    loaded = [type(one).from_pretrained(tmp_path, dtype=torch.bfloat16).eval() for one in (ours, theirs)]
+    given, expected = (one.state_dict() for one in loaded)
+    assert given.keys() == expected.keys()
+    for name, one in expected.items():
+        assert given[name].dtype is one.dtype and torch.equal(given[name], one), name
+    ids = torch.tensor([[5, 9, 33, 71, 8]])
+    with torch.no_grad():
+        given, expected = (one(ids, output_router_logits=True).router_logits for one in loaded)
+    torch.testing.assert_close(given[0], expected[0], rtol=2e-2, atol=2e-2)
+    loaded[0].save_pretrained(tmp_path / "again")
+    again = type(theirs).from_pretrained(tmp_path / "again", dtype="auto").state_dict()
+    assert all(torch.equal(again[name], one) for name, one in loaded[1].state_dict().items())
