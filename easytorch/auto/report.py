@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class _FirstForward:
             self.seen.add(self.names[id(module)])
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.observe in OBSERVERS:
+        with contextlib.suppress(ValueError):  # another thread may run this model's first forward too
             OBSERVERS.remove(self.observe)
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

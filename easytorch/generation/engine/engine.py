@@ -158,6 +158,10 @@ class Engine:
             given: Iterable[int] | None = getattr(params, name)
             if given and (wrong := [token for token in given if token >= self._vocabulary]):
                 raise ValueError(f"{name} has token {wrong[0]}; the vocabulary has {self._vocabulary}")
+        end_tokens = frozenset() if params.ignore_eos else self._end_tokens
+        stop_tokens = frozenset(params.stop_token_ids or ())
+        if params.min_tokens and params.allowed_token_ids and end_tokens | stop_tokens >= {*params.allowed_token_ids}:
+            raise ValueError("allowed_token_ids has end and stop tokens alone, which min_tokens forbids at first")
         for name, texts in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
             if texts and self.tokenizer is None:
                 raise ValueError(f"{name} need a tokenizer, which the engine has not: give it one")
@@ -179,8 +183,8 @@ class Engine:
             params=params,
             seed=seed,
             max_length=max_length,
-            end_tokens=frozenset() if params.ignore_eos else self._end_tokens,
-            stop_tokens=frozenset(params.stop_token_ids or ()),
+            end_tokens=end_tokens,
+            stop_tokens=stop_tokens,
             bad_words=token_sequences(self.tokenizer, params.bad_words or ()),
             text=text,
             structure=structure,

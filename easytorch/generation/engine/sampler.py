@@ -69,7 +69,8 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     def column(name: str) -> Tensor:
         return torch.tensor([[getattr(request.params, name)] for request in requests], device=device)
 
-    logits = logits / column("temperature")
+    # inf would make nan of the tokens that are not allowed
+    logits = logits / column("temperature").clamp(max=torch.finfo(torch.float32).max)
     for most in {request.params.top_k for request in requests if request.params.top_k > 0}:
         rows = [row for row, request in enumerate(requests) if request.params.top_k == most]
         logits[rows] = keep_top_k(logits[rows], most)

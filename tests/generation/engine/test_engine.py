@@ -151,6 +151,12 @@ def test_samples_depend_on_their_seed_alone(llama):
     assert other[0].outputs[0].token_ids != together[0].outputs[0].token_ids
 
 
+def test_a_temperature_above_float32_leaves_forbidden_tokens_forbidden(llama):
+    params = SamplingParams(temperature=1e300, seed=3, max_tokens=12, ignore_eos=True, allowed_token_ids=[40, 41, 60])
+    output = LLM(llama, max_memory=1 << 20, page_size=PAGE_SIZE).generate([5, 6, 7], params)[0]
+    assert set(output.outputs[0].token_ids) <= {40, 41, 60}
+
+
 def test_continuations_of_one_prompt(llama):
     llm = LLM(llama, max_memory=1 << 20, page_size=PAGE_SIZE)
     prompt = list(range(10, 31))
@@ -382,6 +388,7 @@ def test_a_stream_that_is_left_gives_its_pages_back(llama):
         ([5], {"n": 0}, "n=0"),
         ([5], {"stop": ["a", ""]}, "none of them empty"),
         ([5], {"seed": 1.5}, "seed=1.5 must be an int"),
+        ([5], {"min_tokens": 2, "allowed_token_ids": [9], "stop_token_ids": [9, 8]}, "which min_tokens forbids"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(prompt, params, message, llama):
