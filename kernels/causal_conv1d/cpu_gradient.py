@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.causal_conv1d import native
-from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
-from easytorch.kernels.cpu.recurrences import contiguous_or_empty, segments_or_empty, state_or_empty
-from easytorch.kernels.interop.definition_gradients import by_definition
-from easytorch.kernels.interop.torch_func import transforming
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import contiguous_or_empty, gradients, segments_or_empty, state_or_empty
 
 
 def causal_conv1d(
@@ -43,23 +41,18 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, final_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, segment_ids = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:4]
-        if grad is None and final_grad is None:
-            return (None,) * 7
-        if torch.is_grad_enabled() or transforming():
-            activation = ctx.activation
+        activation, level = ctx.activation, ctx.level
 
-            def definition(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-                return native.causal_conv1d(x, weight, bias, state, activation, segment_ids)
+        def definition(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return native.causal_conv1d(x, weight, bias, state, activation, segment_ids)
 
-            return *by_definition(definition, inputs, needed, (grad, final_grad)), None, None, None
-        x, weight, bias, initial_state = inputs
-        if grad is None:
-            grad = x.new_zeros(()).expand(x.shape)
-        found = torch.ops.easytorch_cpu.causal_conv1d_backward.default(
-            last_dim_contiguous(grad), ABSENT[torch.float32] if final_grad is None else state_or_empty(final_grad),
-            last_dim_contiguous(x), weight, contiguous_or_empty(bias), state_or_empty(initial_state),
-            segments_or_empty(segment_ids), ctx.activation is not None, ctx.level,
-        )  # fmt: skip
-        wanted = zip(found, inputs, needed, strict=True)
-        return *(one.to(given.dtype) if need else None for one, given, need in wanted), None, None, None
+        def by_cpp(
+            grad: Tensor, final_grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = torch.ops.easytorch_cpu.causal_conv1d_backward.default(
+                grad, final_grad, last_dim_contiguous(x), weight, contiguous_or_empty(bias), state_or_empty(state),
+                segments_or_empty(segment_ids), activation is not None, level,
+            )  # fmt: skip
+            return found
+
+        return gradients(ctx.needs_input_grad, inputs, grad, final_grad, inputs[0], definition, by_cpp)

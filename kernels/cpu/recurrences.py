@@ -1,14 +1,16 @@
-"""Shared by the C++ operators of recurrences: the calls that they refuse, and placeholders for absent tensors."""
+"""Shared by the C++ operators of recurrences: refused calls, placeholders for absent tensors, and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from easytorch.kernels.cpu import processor
 from easytorch.kernels.cpu.inference import ABSENT, DTYPES, last_dim_contiguous, refusal
+from easytorch.kernels.interop.definition_gradients import by_definition
+from easytorch.kernels.interop.torch_func import transforming
 
 _EMPTY = ABSENT[torch.float32]
 _NO_SEGMENTS = torch.empty(0, dtype=torch.int64)
@@ -70,3 +72,25 @@ def state_space_tensors(
         state_or_empty(initial_state),
         segments_or_empty(segment_ids),
     )
+
+
+def gradients(
+    needs_input_grad: Sequence[bool], inputs: Sequence[Tensor | None], grad: Tensor | None, final_grad: Tensor | None,
+    outputs: Tensor, definition: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., Sequence[Tensor]],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What the `backward` of a recurrence returns.
+
+    needs_input_grad: of its forward, whose first arguments are inputs; the others have no gradient.
+    outputs: a tensor of the outputs' shape and dtype. definition(*inputs): for gradients that are differentiated again.
+    backward(grad, final_grad, *inputs): the operator, -> a gradient of each input, of any dtype.
+    """
+    needed, others = needs_input_grad[: len(inputs)], (None,) * (len(needs_input_grad) - len(inputs))
+    if grad is None and final_grad is None:
+        return (None,) * len(needed) + others
+    if torch.is_grad_enabled() or transforming():
+        return *by_definition(definition, inputs, needed, (grad, final_grad)), *others
+    if grad is None:
+        grad = outputs.new_zeros(()).expand(outputs.shape)
+    found = backward(last_dim_contiguous(grad), state_or_empty(final_grad), *inputs)
+    wanted = zip(found, inputs, needed, strict=True)
+    return *(one.to(given.dtype) if need and given is not None else None for one, given, need in wanted), *others

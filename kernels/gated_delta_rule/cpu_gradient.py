@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
-from easytorch.kernels.cpu.recurrences import segments_or_empty, state_or_empty
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import gradients, segments_or_empty, state_or_empty
 from easytorch.kernels.gated_delta_rule import aten, native
 from easytorch.kernels.gated_delta_rule.native import EPSILON
-from easytorch.kernels.interop.definition_gradients import by_definition
-from easytorch.kernels.interop.torch_func import transforming
 
 
 def gated_delta_rule(
@@ -49,25 +47,21 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, final_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, segment_ids = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:6]
-        if grad is None and final_grad is None:
-            return (None,) * 9
-        if torch.is_grad_enabled() or transforming():
-            scale = ctx.scale
+        scale, level = ctx.scale, ctx.level
 
-            def definition(
-                query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
-            ) -> tuple[Tensor, Tensor]:
-                return aten.gated_delta_rule(query, key, value, g, beta, scale, state, False, segment_ids)
+        def definition(
+            query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return aten.gated_delta_rule(query, key, value, g, beta, scale, state, False, segment_ids)
 
-            return *by_definition(definition, inputs, needed, (grad, final_grad)), None, None, None
-        query, key, value, g, beta, initial_state = inputs
-        if grad is None:
-            grad = value.new_zeros(()).expand(value.shape)
-        found = torch.ops.easytorch_cpu.gated_delta_rule_backward.default(
-            last_dim_contiguous(grad), ABSENT[torch.float32] if final_grad is None else state_or_empty(final_grad),
-            *(last_dim_contiguous(x) for x in (query, key, value, g, beta)), state_or_empty(initial_state),
-            segments_or_empty(segment_ids), ctx.scale, ctx.level,
-        )  # fmt: skip
-        wanted = zip(found, inputs, needed, strict=True)
-        return *(one.to(x.dtype) if need else None for one, x, need in wanted), None, None, None
+        def by_cpp(
+            grad: Tensor, final_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+            state: Tensor | None,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            found: tuple[Tensor, ...] = torch.ops.easytorch_cpu.gated_delta_rule_backward.default(
+                grad, final_grad, *(last_dim_contiguous(x) for x in (query, key, value, g, beta)),
+                state_or_empty(state), segments_or_empty(segment_ids), scale, level,
+            )  # fmt: skip
+            return found
+
+        return gradients(ctx.needs_input_grad, inputs, grad, final_grad, inputs[2], definition, by_cpp)

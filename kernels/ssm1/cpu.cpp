@@ -2,8 +2,8 @@
 #include "cpu_scan.h"
 
 #include "../cpu/levels.h"
-#include "../cpu/sequences.h"
 #include "../cpu/tasks.h"
+#include "cpu_scan_call.h"
 
 EASYTORCH_TABLE(Ssm1Functions, ssm1)
 
@@ -20,23 +20,12 @@ void ssm1(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor dt_bias(stack[7]), initial(stack[8]), documents(stack[9]);
   const bool softplus = stack[10] != 0;
   const int64_t level = static_cast<int64_t>(stack[11]);
-  require(x.dim == 3 && A.dim == 2, "ssm1 takes x (B, T, C) and A (C, N)");
-  Ssm1Call call{};
-  call.batch = x.sizes[0], call.length = x.sizes[1], call.channels = x.sizes[2], call.state = A.sizes[1];
-  require(call.length > 0 && call.channels > 0 && call.state > 0, "ssm1 takes tokens, channels and a state");
-  call.x = sequence_of(x, call.batch, call.length, 0, call.channels, "ssm1: x is (B, T, C)");
-  call.dt = sequence_of(dt, call.batch, call.length, 0, call.channels, "ssm1: dt is (B, T, C)");
+  Ssm1Call call = scan_call(x, dt, A, B, C, initial, documents);
   call.z = sequence_of(z, call.batch, call.length, 0, call.channels, "ssm1: z is (B, T, C)");
-  call.B = sequence_of(B, call.batch, call.length, 0, call.state, "ssm1: B is (B, T, N)");
-  call.C = sequence_of(C, call.batch, call.length, 0, call.state, "ssm1: C is (B, T, N)");
-  require(call.dt.data != nullptr && call.B.data != nullptr && call.C.data != nullptr, "ssm1 takes dt, B and C");
-  const int64_t matrix[2] = {call.channels, call.state}, states[3] = {call.batch, call.channels, call.state};
-  call.A = state_of(A, 2, matrix, "ssm1: A is (C, N) of float32");
   call.D = vector_of(D, call.channels, "ssm1: D is (C,)");
   call.dt_bias = vector_of(dt_bias, call.channels, "ssm1: dt_bias is (C,)");
   call.softplus = softplus;
-  call.documents = documents_of(documents, call.batch, call.length, "ssm1: documents are (B, T) of int64");
-  call.initial = state_of(initial, 3, states, "ssm1: the state is (B, C, N) of float32");
+  const int64_t states[3] = {call.batch, call.channels, call.state};
   Tensor output(empty(3, x.sizes, x.dtype)), final(empty(3, states, aoti_torch_dtype_float32()));
   call.output = output.data, call.final = static_cast<float*>(final.data);
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../cpu/levels.h"
-#include "../cpu/sequences.h"
 #include "../cpu/tasks.h"
+#include "cpu_scan_call.h"
 
 EASYTORCH_TABLE(Ssm1Gradient, ssm1_gradient)
 
@@ -22,23 +22,12 @@ void ssm1_backward(uint64_t* stack, uint64_t, uint64_t) {
   const Tensor grad(stack[0]), final_grad(stack[1]), x(stack[2]), dt(stack[3]), A(stack[4]), B(stack[5]), C(stack[6]);
   const Tensor initial(stack[7]), documents(stack[8]);
   const int64_t level = static_cast<int64_t>(stack[9]);
-  require(x.dim == 3 && A.dim == 2, "ssm1_backward takes x (B, T, C) and A (C, N)");
   Ssm1GradientCall work{};
-  Ssm1Call& call = work.call;
-  call.batch = x.sizes[0], call.length = x.sizes[1], call.channels = x.sizes[2], call.state = A.sizes[1];
-  require(call.length > 0 && call.channels > 0 && call.state > 0, "ssm1_backward takes tokens, channels and a state");
-  call.x = sequence_of(x, call.batch, call.length, 0, call.channels, "ssm1_backward: x is (B, T, C)");
-  call.dt = sequence_of(dt, call.batch, call.length, 0, call.channels, "ssm1_backward: dt is (B, T, C)");
-  call.B = sequence_of(B, call.batch, call.length, 0, call.state, "ssm1_backward: B is (B, T, N)");
-  call.C = sequence_of(C, call.batch, call.length, 0, call.state, "ssm1_backward: C is (B, T, N)");
+  work.call = scan_call(x, dt, A, B, C, initial, documents);
+  const Ssm1Call& call = work.call;
   work.grad = sequence_of(grad, call.batch, call.length, 0, call.channels, "ssm1_backward: the gradient is (B, T, C)");
-  require(call.dt.data != nullptr && call.B.data != nullptr && call.C.data != nullptr && work.grad.data != nullptr,
-          "ssm1_backward takes dt, B, C and the gradient of the outputs");
+  require(work.grad.data != nullptr, "ssm1_backward takes the gradient of the outputs");
   const int64_t matrix[2] = {call.channels, call.state}, states[3] = {call.batch, call.channels, call.state};
-  call.A = state_of(A, 2, matrix, "ssm1_backward: A is (C, N) of float32");
-  require(call.A != nullptr, "ssm1_backward: A is (C, N) of float32");
-  call.documents = documents_of(documents, call.batch, call.length, "ssm1_backward: documents are (B, T) of int64");
-  call.initial = state_of(initial, 3, states, "ssm1_backward: the state is (B, C, N) of float32");
   work.final_grad = state_of(final_grad, 3, states, "ssm1_backward: the state's gradient is (B, C, N)");
   const int32_t wide = aoti_torch_dtype_float32();
   const int64_t shared[3] = {call.batch, call.length, call.state};

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
-from easytorch.kernels.cpu.recurrences import segments_or_empty, state_or_empty, state_space_tensors
-from easytorch.kernels.interop.definition_gradients import by_definition
-from easytorch.kernels.interop.torch_func import transforming
+from easytorch.kernels.cpu.inference import last_dim_contiguous
+from easytorch.kernels.cpu.recurrences import gradients, segments_or_empty, state_or_empty, state_space_tensors
 from easytorch.kernels.ssm1 import native
 
 
@@ -44,25 +42,22 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, final_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, segment_ids = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:6]
-        if grad is None and final_grad is None:
-            return (None,) * 8
-        if torch.is_grad_enabled() or transforming():
+        level = ctx.level
 
-            def definition(
-                x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
-            ) -> tuple[Tensor, Tensor]:
-                return native.ssm1(x, step, A, B, C, initial_state=state, segment_ids=segment_ids)
+        def definition(
+            x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return native.ssm1(x, step, A, B, C, initial_state=state, segment_ids=segment_ids)
 
-            return *by_definition(definition, inputs, needed, (grad, final_grad)), None, None
-        x, step, A, B, C, initial_state = inputs
-        if grad is None:
-            grad = x.new_zeros(()).expand(x.shape)
-        found = torch.ops.easytorch_cpu.ssm1_backward.default(
-            last_dim_contiguous(grad), ABSENT[torch.float32] if final_grad is None else state_or_empty(final_grad),
-            last_dim_contiguous(x), last_dim_contiguous(step), A.to(torch.float32).contiguous(),
-            last_dim_contiguous(B), last_dim_contiguous(C), state_or_empty(initial_state),
-            segments_or_empty(segment_ids), ctx.level,
-        )  # fmt: skip
-        wanted = zip(found, inputs, needed, strict=True)
-        return *(one.to(given.dtype) if need else None for one, given, need in wanted), None, None
+        def by_cpp(
+            grad: Tensor, final_grad: Tensor, x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor,
+            state: Tensor | None,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            found: tuple[Tensor, ...] = torch.ops.easytorch_cpu.ssm1_backward.default(
+                grad, final_grad, last_dim_contiguous(x), last_dim_contiguous(step), A.to(torch.float32).contiguous(),
+                last_dim_contiguous(B), last_dim_contiguous(C), state_or_empty(state), segments_or_empty(segment_ids),
+                level,
+            )  # fmt: skip
+            return found
+
+        return gradients(ctx.needs_input_grad, inputs, grad, final_grad, inputs[0], definition, by_cpp)
