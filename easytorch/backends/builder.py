@@ -91,6 +91,11 @@ class Builder(
             )
         self.graph.mesh = mesh
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether the computation, or the one around this closure, is divided over a mesh."""
+        return self.graph.mesh is not None or (self._parent is not None and self._parent.partitioned)
+
     def parameter(self, name: str, shape: Shape, sharding: Any = None) -> Op:
         """An input, fed in the order in which they are made.
 

@@ -6,10 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import easytorch.frontend
+from easytorch.backends.builder import Builder
+from easytorch.backends.dtypes import DType
+from easytorch.backends.graph import Op
+from easytorch.backends.shapes import Shape
+from easytorch.backends.types import OpType
+from easytorch.backends.xla.aot import AbsentDevices
+from easytorch.frontend.context import Context
+from easytorch.frontend.registry import lowerings
 
 # (size, k): insertion sort alone, nth_element, then std::sort of many, partial_sort of a few of many, everything.
 SIZES = ((3, 2), (8, 3), (40, 7), (70, 33), (130, 129), (128, 2), (200, 3), (50, 50), (64, 1))
@@ -86,3 +95,37 @@ def test_a_long_vector_of_integers_is_sorted_by_radix() -> None:
     x = ties((33000,), 9, torch.int32, 0)
     check(torch.sort, "torch", x)
     check(lambda x: torch.argsort(x, descending=True), "torch", x)
+
+
+@pytest.mark.parametrize("k", [7, 2])  # nth_element and sort, and partial_sort of few of many
+def test_no_literal_grows_with_the_rows(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Literals are written into the program as text: those of a router's topk over a batch would be gigabytes."""
+    sizes = []
+    constant = Builder.constant
+
+    def recorded(self: Builder, flat: Any, *dims: Any) -> Op:
+        sizes.append(np.size(flat))
+        return constant(self, flat, *dims)
+
+    monkeypatch.setattr(Builder, "constant", recorded)
+    for function in (lambda x: torch.topk(x, k), lambda x: torch.sort(x, stable=False)):
+        easytorch.frontend.compile(Ordered(function), (torch.zeros(30, 128),), backend="torch")
+    assert sizes and max(sizes) < 30
+
+
+def test_divided_over_a_mesh_the_first_of_equal_elements_are_taken() -> None:
+    """ATen's order of them would be computed from the rows of all devices, on each."""
+    builder = AbsentDevices(2).builder("routing")
+    builder.distributed_auto_sharding({"dp": 2})
+    x = builder.parameter("x", Shape(DType.FLOAT32, (64, 40)), ("dp", None))
+    topk = lowerings()[torch.ops.aten.topk.default]
+    topk(Context(builder, _nothing_inside), x, 7)
+    builder.cond(builder.constant(True), *[lambda inner: topk(Context(inner, _nothing_inside), x, 7)] * 2)
+    controls = [node.op_type for node in builder.graph.nodes if node.op_type in (OpType.COND, OpType.WHILE_LOOP)]
+    (choice,) = (node for node in builder.graph.nodes if node.op_type is OpType.COND)
+    assert controls == [OpType.COND]
+    assert not [node for node in choice.attributes["true_branch"].nodes if node.op_type is OpType.COND]
+
+
+def _nothing_inside(*graphs: Any) -> Any:
+    raise AssertionError("no other graph is part of this one")

@@ -36,10 +36,8 @@ class _Segments(NamedTuple):
 
 def sort_order(b: Builder, rank: Op) -> Op:
     """(rows, n) int32 ranks -> (rows, n) int32: the elements in the order of `std::sort`."""
-    rows, count = rank.shape.dimensions
-    first = np.repeat(np.arange(rows) * count, count)
-    segments = _partitioned(b, _segments(b, rank, first, first + count), _SHORT, None)
-    return _settled(b, segments, rows).where
+    segments = _partitioned(b, _rows(b, rank), _SHORT, None)
+    return _settled(b, segments, rank.shape.dimensions[0]).where
 
 
 def topk_order(b: Builder, rank: Op, k: int, ordered: bool) -> Op:
@@ -47,21 +45,23 @@ def topk_order(b: Builder, rank: Op, k: int, ordered: bool) -> Op:
     rows, count = rank.shape.dimensions
     if k * _FEW <= count:
         return _partial_sort(b, rank, k)
-    first = np.repeat(np.arange(rows) * count, count)
-    selected = _partitioned(b, _segments(b, rank, first, first + count), _SHORTEST, _vector(b, first + k - 1))
-    selected = _settled(b, selected, rows)
+    whole = _rows(b, rank)
+    last = b.add(whole.start, _number(b, k - 1))
+    selected = _settled(b, _partitioned(b, whole, _SHORTEST, last), rows)
     if ordered:
-        places = np.arange(rows * count)
-        inside = places - first < k - 1
-        start, end = np.where(inside, first, places), np.where(inside, first + k - 1, places + 1)
-        flat = _Segments(_flat(b, selected.rank), _flat(b, selected.where), _vector(b, start), _vector(b, end))
+        places = b.iota(last.shape, 0)
+        inside = b.less_than(places, last)
+        start, end = b.where(inside, whole.start, places), b.where(inside, last, b.add(places, _number(b, 1)))
+        flat = _Segments(_flat(b, selected.rank), _flat(b, selected.where), start, end)
         selected = _settled(b, _partitioned(b, flat, _SHORT, None) if k - 1 > _SHORT else flat, rows)
     return b.slice(selected.where, (0, 0), (rows, k))
 
 
-def _segments(b: Builder, rank: Op, start: np.ndarray, end: np.ndarray) -> _Segments:
-    rows, count = rank.shape.dimensions
-    return _Segments(_flat(b, rank), _vector(b, np.tile(np.arange(count), rows)), _vector(b, start), _vector(b, end))
+def _rows(b: Builder, rank: Op) -> _Segments:
+    """A segment for each row of (rows, n) ranks."""
+    count = rank.shape.dimensions[1]
+    start = b.mul(_flat(b, b.iota(rank.shape, 0)), _number(b, count))
+    return _Segments(_flat(b, rank), _flat(b, b.iota(rank.shape, 1)), start, b.add(start, _number(b, count)))
 
 
 def _settled(b: Builder, segments: _Segments, rows: int) -> _Segments:
@@ -152,11 +152,11 @@ def _partial_sort(b: Builder, rank: Op, k: int) -> Op:
     heap = _Heap(rows, k)
     state: tuple[Op, ...] = (
         _flat(b, b.slice(rank, (0, 0), (rows, k))),
-        _vector(b, np.tile(np.arange(k), rows)),
+        _flat(b, b.iota(Shape(DType.INT32, (rows, k)), 1)),
     )
-    everywhere = b.constant(np.ones(rows, bool))
+    everywhere = b.broadcast(b.constant(np.bool_(True)), rows)
     for parent in range((k - 2) // 2, -1, -1):
-        hole = _vector(b, np.full(rows, parent))
+        hole = b.broadcast(_number(b, parent), rows)
         value = tuple(_at(b, part, heap.place(b, hole)) for part in state)
         state = heap.adjusted(b, state, hole, _number(b, k), value, everywhere)
 
@@ -166,7 +166,7 @@ def _partial_sort(b: Builder, rank: Op, k: int) -> Op:
     def offered(inner: Builder, number: Op, *parts: Op) -> tuple[Op, ...]:
         column = inner.dynamic_slice(rank, (_number(inner, 0), number), (rows, 1))
         value = inner.reshape(column, rows), inner.broadcast(number, rows)
-        top = _vector(inner, np.zeros(rows))
+        top = inner.broadcast(_number(inner, 0), rows)
         better = inner.less_than(value[0], _at(inner, parts[0], heap.place(inner, top)))
         found = heap.adjusted(inner, parts, top, _number(inner, k), value, better)
         return inner.add(number, _number(inner, 1)), *found
@@ -178,9 +178,9 @@ def _partial_sort(b: Builder, rank: Op, k: int) -> Op:
 
     def popped(inner: Builder, length: Op, *parts: Op) -> tuple[Op, ...]:
         end = inner.sub(length, _number(inner, 1))
-        top, last = _vector(inner, np.zeros(rows)), inner.broadcast(end, rows)
+        top, last = inner.broadcast(_number(inner, 0), rows), inner.broadcast(end, rows)
         value = tuple(_at(inner, part, heap.place(inner, last)) for part in parts)
-        always = inner.constant(np.ones(rows, bool))
+        always = inner.broadcast(inner.constant(np.bool_(True)), rows)
         freed = tuple(
             heap.written(inner, part, last, _at(inner, part, heap.place(inner, top)), always) for part in parts
         )
@@ -198,7 +198,7 @@ class _Heap:
 
     def place(self, b: Builder, at: Op) -> Op:
         """(rows,) places in each heap -> places in the vector."""
-        return b.add(_vector(b, np.arange(self.rows) * self.k), at)
+        return b.add(b.mul(b.iota(at.shape, 0), _number(b, self.k)), at)
 
     def written(self, b: Builder, x: Op, at: Op, value: Op, where: Op) -> Op:
         """x with `value` at a place of each row's heap, in the rows `where`."""
@@ -237,10 +237,6 @@ class _Heap:
         """The element at `at` in the hole, and the hole there, in the rows `where`."""
         moved = tuple(self.written(b, part, hole, _at(b, part, self.place(b, at)), where) for part in state)
         return moved, b.where(where, at, hole)
-
-
-def _vector(b: Builder, values: np.ndarray) -> Op:
-    return b.constant(values.astype(np.int32))
 
 
 def _number(b: Builder, value: int) -> Op:

@@ -44,12 +44,15 @@ def sorted_along(ctx: Context, x: Op, axis: int, descending: bool) -> tuple[Op, 
 
 def _as_aten(ctx: Context, x: Op, axis: int, k: int, descending: bool, unstable: Order) -> tuple[Op, Op]:
     """The first k elements of x in order along `axis` and where each was: the stable ones, but where equal elements
-    are among or behind them those of ATen on a CPU, which `unstable` gives for ranks."""
+    are among or behind them those of ATen on a CPU, which `unstable` gives for ranks.
+
+    Divided over a mesh it is always the stable ones: `unstable` would bring the elements of all devices to each.
+    """
     b = ctx.builder
     values, places = sorted_along(ctx, x, axis, descending)
     count = x.shape.dimensions[axis]
     taken = [cut(ctx, part, axis, 0, k) for part in (values, places)]
-    if count < 2 or not k or not x.shape.size:
+    if count < 2 or not k or not x.shape.size or b.partitioned:
         return taken[0], taken[1]
     order = [*(other for other in range(x.shape.rank) if other != axis), axis]
     lead = [x.shape.dimensions[other] for other in order[:-1]]
