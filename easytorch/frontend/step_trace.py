@@ -203,12 +203,12 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _recompute(spec: StepSpec, prefix: str, layer: nn.Module, function: Any, args: tuple[Any, ...]) -> Any:
     """The layer's output, of which only its inputs are kept: Chen et al. 2016, arXiv:1604.06174."""
-    own = dict(layer.named_parameters())
+    own, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
     flat, structure = pytree.tree_flatten((args, function.keywords))
     places = [place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
     shape: list[Any] = []
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def run(kept: Mapping[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         weights = {
             name: _gathered(spec, f"{prefix}.{name}", one) for name, one in zip(own, tensors[: len(own)], strict=True)
         }
@@ -217,14 +217,14 @@ def _recompute(spec: StepSpec, prefix: str, layer: nn.Module, function: Any, arg
             leaves[place] = one
         positional, keywords = pytree.tree_unflatten(leaves, structure)
         with _plain(layer):
-            output = functional_call(layer, weights, positional, keywords)
+            output = functional_call(layer, {**weights, **kept}, positional, keywords)
         results, found = pytree.tree_flatten(output)
         shape[:] = [found]
         return tuple(results)
 
     stored = [spec.stored.get(f"{prefix}.{name}") for name in own]
     results = _Recomputed.apply(  # type: ignore[no-untyped-call]
-        run, stored, *own.values(), *(flat[place] for place in places)
+        run, stored, buffers, *own.values(), *(flat[place] for place in places)
     )
     return pytree.tree_unflatten(list(results), shape[0])
 
@@ -241,7 +241,8 @@ def _plain(layer: Any) -> Iterator[None]:
 class _Recomputed(torch.autograd.Function):
     """`run` of tensors, again in the backward, behind a barrier: a compiler would merge the two otherwise.
 
-    stored: how the first of the tensors, a layer's weights, are divided where they are stored. A second barrier, after
+    stored: how the first of the tensors, a layer's weights, are divided where they are stored. buffers: those that the
+    layer has in the forward, by name, which are no longer its own in the backward. A second barrier, after
     the backward, holds the layer before back until their gradients are there: libtpu's scheduler left those of all
     layers to the end, for which it kept what every layer had computed (0.5 GB a layer of Llama 3 70B over fsdp=16,tp=4,
     2,048 tokens).
@@ -249,24 +250,31 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., tuple[Tensor, ...]], stored: Sequence[Sharding | None], *tensors: Tensor
+        ctx: Any,
+        run: Callable[..., tuple[Tensor, ...]],
+        stored: Sequence[Sharding | None],
+        buffers: Mapping[str, Tensor],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.run, ctx.stored, ctx.learning = run, stored, [one.requires_grad for one in tensors]
-        ctx.save_for_backward(*tensors)
+        ctx.buffers = list(buffers)
+        # copies: the forward may write to them
+        ctx.save_for_backward(*tensors, *(one.clone() for one in buffers.values()))
         ctx.draws = Draws()
         with ctx.draws:
-            return run(*tensors)
+            return run({}, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        count = len(grads)
-        again = barrier([*grads, *ctx.saved_tensors])
+        count, own = len(grads), len(ctx.learning)
+        again = barrier([*grads, *ctx.saved_tensors[:own]])
+        buffers = dict(zip(ctx.buffers, ctx.saved_tensors[own:], strict=True))
         with torch.enable_grad():
             tensors = [
                 one.detach().requires_grad_(learning) for one, learning in zip(again[count:], ctx.learning, strict=True)
             ]
             with ctx.draws.again():
-                results = ctx.run(*tensors)
+                results = ctx.run(buffers, *tensors)
         wanted = [one for one in tensors if one.requires_grad]
         pairs = [(one, grad) for one, grad in zip(results, again[:count], strict=True) if one.requires_grad]
         found = iter(
@@ -277,7 +285,7 @@ class _Recomputed(torch.autograd.Function):
             if sharding is not None and (grad := result[place]) is not None:
                 result[place] = with_sharding(grad, sharding)
         there = iter(barrier([one for one in result if one is not None]))
-        return None, None, *(None if one is None else next(there) for one in result)
+        return None, None, None, *(None if one is None else next(there) for one in result)
 
 
 @contextlib.contextmanager

@@ -116,6 +116,34 @@ def test_what_is_computed_again_has_the_dropout_it_had() -> None:
     torch.testing.assert_close(weights[0], weights[1])
 
 
+def test_what_is_computed_again_has_the_buffers_it_had() -> None:
+    """Read in the backward, a buffer was the one that the model had when the step was made."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.linear(x * self.seen.clone()).tanh()
+            self.seen += 0.5
+            return found
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(), Layer()).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        step = easytorch.frontend.train_step(model, optimizer, loss=squared, backend="torch", recompute=again)
+        for _ in range(3):
+            step(torch.linspace(-1, 1, 40).view(5, 8))
+        found.append(step.state_dict())
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(found[1]["0.seen"], torch.full((8,), 2.5))
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD, momentum"])
 def test_parameters_without_a_gradient_are_left_as_they_are(name: str) -> None:
     """Weight decay too leaves them, as torch's optimizers do."""

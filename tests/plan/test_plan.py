@@ -87,9 +87,9 @@ def test_the_largest_stage_of_layers_of_two_kinds(linear: list[list[int]]) -> No
 
 
 def test_a_step_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By jaxlib for one CPU, from a file as users give it."""
+    """By jaxlib for one CPU, from a file as users give it: a layer of experts, whose router has a buffer."""
     path = tmp_path / "tiny.json"
-    path.write_text(json.dumps({**TINY, "num_hidden_layers": 1, "first_k_dense_replace": 1}))
+    path.write_text(json.dumps({**TINY, "num_hidden_layers": 1, "first_k_dense_replace": 0}))
     given = [str(path), "--mesh", "dp=1", "--device", "v5p", "--compiler", "cpu", "--sequence-length", "8", "--json"]
     with pytest.raises(SystemExit) as exit_:
         main(["plan", *given])
