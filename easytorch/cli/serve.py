@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,6 +14,7 @@ from easytorch.cli.generate import DTYPES, check_causal, find_device
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -60,24 +64,47 @@ def command(
 
     place = find_device(device)
     weights = "auto" if dtype == "auto" else getattr(torch, dtype)
-    served: dict[str, Any]
-    if generates(AutoConfig.from_pretrained(model)):
-        loaded = _load("AutoModelForCausalLM", model, weights, place)
-        served = {
-            "engine": Engine(
-                loaded, load_tokenizer(model), max_memory=None if max_memory is None else int(max_memory * _GIB),
-                max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_model_length=max_model_length,
-                prefix_reuse=prefix_reuse, enforce_eager=enforce_eager,
-            )
-        }  # fmt: skip
-    else:
+
+    def load() -> dict[str, Any]:
+        if generates(AutoConfig.from_pretrained(model)):
+            loaded = _load("AutoModelForCausalLM", model, weights, place)
+            return {
+                "engine": Engine(
+                    loaded, load_tokenizer(model), max_memory=None if max_memory is None else int(max_memory * _GIB),
+                    max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_model_length=max_model_length,
+                    prefix_reuse=prefix_reuse, enforce_eager=enforce_eager,
+                )
+            }  # fmt: skip
         encoder = _load("AutoModel", model, weights, place)
-        served = {"embedder": Embedder(encoder, load_tokenizer(model), pooling_of(model))}
+        return {"embedder": Embedder(encoder, load_tokenizer(model), pooling_of(model))}
+
     app = create_app(
         served_model_name or model, api_key=api_key, max_body=int(max_body * _MIB), max_queue=max_queue,
-        request_timeout=request_timeout, **served,
+        request_timeout=request_timeout, **in_thread_of_its_own(load),
     )  # fmt: skip
     make_server(app, host, port, drain_timeout=drain_timeout).run()
+
+
+def in_thread_of_its_own(function: Callable[[], T]) -> T:
+    """function's result, or its error, from a thread that has ended.
+
+    Each thread that calls torch has its own pool of OpenMP threads, until it ends. Were this process to keep one of
+    loading beside that of the engine's thread, libgomp would count more threads than cores, and each parallel region of
+    a step would sleep and be woken, where it spins otherwise (28 waits a step of 4 layers in place of 2).
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised where the result is awaited
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="easytorch-load", daemon=True)
+    thread.start()
+    found = future.result()
+    thread.join()
+    return found
 
 
 def generates(config: Any) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from easytorch.generation.engine import CompletionOutput, Logprob, RequestOutput
+from easytorch.serving.arrivals import Together
 from easytorch.serving.errors import APIError
 from easytorch.serving.token_bytes import token_bytes
 
@@ -28,7 +29,7 @@ class Kind(Protocol):
 
     def opening(self, index: int, output: RequestOutput) -> dict[str, Any] | None: ...
 
-    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]: ...
+    def piece(self, index: int, completion: CompletionOutput) -> dict[str, Any]: ...
 
 
 class Chat:
@@ -41,7 +42,7 @@ class Chat:
         completion = output.outputs[0]
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         return {
-            "index": index, "message": message, "logprobs": self._logprobs(completion, 0),
+            "index": index, "message": message, "logprobs": self._logprobs(completion),
             "finish_reason": completion.finish_reason,
         }  # fmt: skip
 
@@ -49,17 +50,17 @@ class Chat:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]:
+    def piece(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         return {
-            "index": index, "delta": {"content": text} if text else {},
-            "logprobs": self._logprobs(completion, known), "finish_reason": completion.finish_reason,
+            "index": index, "delta": {"content": completion.text} if completion.text else {},
+            "logprobs": self._logprobs(completion), "finish_reason": completion.finish_reason,
         }  # fmt: skip
 
-    def _logprobs(self, completion: CompletionOutput, known: int) -> dict[str, Any] | None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
         content = []
-        for token, given in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
+        for token, given in zip(completion.token_ids, completion.logprobs, strict=True):
             # the chosen token is included, and need not be among the likeliest
             best = sorted(given, key=lambda one: given[one].rank)[: self._top_logprobs]
             tops = [self._token(one, given[one]) for one in best]
@@ -77,10 +78,12 @@ class Completions:
     def __init__(self, echoes: Sequence[str] | None, tokenizer: Any) -> None:
         """echoes: the prompts' texts, where the response begins with them; one for each choice."""
         self._echoes, self._tokenizer = echoes, tokenizer
+        self._offsets: dict[int, int] = {}  # characters before the next token of each choice
 
     def choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
-        whole = self.piece(index, self._echo(index) + completion.text, completion, 0)
+        whole = self.piece(index, completion)
+        whole["text"] = self._echo(index) + whole["text"]
         if whole["logprobs"] is not None and (prompt := self._prompt_logprobs(index, output)) is not None:
             whole["logprobs"] = {name: values + whole["logprobs"][name] for name, values in prompt.items()}
         return whole
@@ -91,23 +94,24 @@ class Completions:
         logprobs = self._prompt_logprobs(index, output)
         return {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
 
-    def piece(self, index: int, text: str, completion: CompletionOutput, known: int) -> dict[str, Any]:
-        logprobs = self._logprobs(len(self._echo(index)), completion, known)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+    def piece(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": index, "text": completion.text, "logprobs": self._logprobs(index, completion),
+            "finish_reason": completion.finish_reason,
+        }  # fmt: skip
 
     def _echo(self, index: int) -> str:
         return "" if self._echoes is None else self._echoes[index]
 
-    @staticmethod
-    def _logprobs(before: int, completion: CompletionOutput, known: int) -> dict[str, Any] | None:
-        """Those of new tokens from `known` on. before: characters of the echo."""
+    def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Those of new tokens."""
         if completion.logprobs is None:
             return None
+        before = self._offsets.get(index, len(self._echo(index)))
         found = [(_text(given[token]), _number(given[token]), given)
                  for token, given in zip(completion.token_ids, completion.logprobs, strict=True)]  # fmt: skip
-        before += sum(len(text) for text, _, _ in found[:known])
-        offsets = itertools.accumulate((len(text) for text, _, _ in found[known:]), initial=before)
-        return _lists(found[known:], [*offsets][: len(found) - known])
+        *offsets, self._offsets[index] = itertools.accumulate((len(text) for text, _, _ in found), initial=before)
+        return _lists(found, offsets)
 
     def _prompt_logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         """Those of the prompt's tokens; null for the first, before which nothing stands."""
@@ -159,14 +163,16 @@ class Usage:
     def __init__(self, n: int) -> None:
         self._n = n
         self._last: dict[int, RequestOutput] = {}
+        self._made = 0
 
     def update(self, place: int, output: RequestOutput) -> None:
+        """output: its new tokens, or all of them at the end."""
         self._last[place] = output
+        self._made += len(output.outputs[0].token_ids)
 
     def body(self) -> dict[str, Any]:
         prompts = [output for place, output in self._last.items() if place % self._n == 0]
-        given = sum(len(output.prompt_token_ids) for output in prompts)
-        made = sum(len(output.outputs[0].token_ids) for output in self._last.values())
+        given, made = sum(len(output.prompt_token_ids) for output in prompts), self._made
         cached = sum(output.num_cached_tokens for output in prompts)
         return {
             "prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made,
@@ -193,24 +199,28 @@ async def stream(kind: Kind, model: str, outputs: Outputs, n: int, *, include_us
     begin = head(kind, model, kind.chunk_object)
     if include_usage:
         begin |= {"usage": None}
-    usage, shown, known = Usage(n), dict[int, int](), dict[int, int]()
+    usage, waiting = Usage(n), dict[int, Together | None]()
+    before = f'{json.dumps(begin)[:-1]}, "choices": ['
 
     def event(choice: Mapping[str, Any]) -> str:
-        return json.dumps(begin | {"choices": [choice]})
+        return f"{before}{json.dumps(choice)}]}}"
 
     try:
         async for place, output in outputs:
             usage.update(place, output)
-            completion = output.outputs[0]
-            if place not in shown:
-                shown[place] = known[place] = 0
+            if place not in waiting:
+                waiting[place] = None
                 if (opening := kind.opening(place, output)) is not None:
                     yield event(opening)
-            text = completion.text[shown[place] :]
+            if (together := waiting[place]) is None:
+                together = Together(output)
+            else:
+                together.add(output)
             # log probabilities wait for the text of their tokens
-            if text or output.finished:
-                yield event(kind.piece(place, text, completion, known[place]))
-                shown[place], known[place] = len(completion.text), len(completion.token_ids)
+            ready = bool(output.outputs[0].text) or output.finished
+            waiting[place] = None if ready else together
+            if ready:
+                yield event(kind.piece(place, together.output().outputs[0]))
         if include_usage:
             yield json.dumps(begin | {"choices": [], "usage": usage.body()})
         yield "[DONE]"

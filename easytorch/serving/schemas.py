@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from easytorch.generation.engine import SamplingParams, StructuredOutputsParams
+from easytorch.generation.engine import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 Token = Annotated[int, Field(ge=0)]
 # For each unsupported feature the values that disable it.
@@ -135,6 +135,7 @@ class SamplingRequest(_Request):
             "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.structured_outputs is not None:

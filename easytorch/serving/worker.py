@@ -7,15 +7,26 @@ import concurrent.futures
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from easytorch.generation.engine import Engine, RequestOutput, SamplingParams
+from easytorch.serving.arrivals import Arrivals
 from easytorch.serving.errors import APIError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Listener = Callable[[RequestOutput | APIError], None]
+
+
+class Listener(NamedTuple):
+    """Who waits for a request's outputs."""
+
+    loop: asyncio.AbstractEventLoop
+    arrivals: Arrivals
+    place: int
+
+
+Delivery = tuple[Listener, RequestOutput | APIError]
 
 
 class EngineWorker:
@@ -74,15 +85,15 @@ class EngineWorker:
     async def generate(
         self, make_prompts: Callable[[], Sequence[Any]], params: SamplingParams, timeout: float
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt * n + index of the continuation, output) as they come, of a continuation the newest for
-        a reader who is slower than the engine; closing it aborts the rest.
+        """(index of the prompt * n + index of the continuation, output) as they come; closing it aborts the rest.
+        params.output_kind: DELTA, or FINAL_ONLY, which wakes nobody before the end.
 
         make_prompts: returns the prompts; called in the engine's thread, to which the tokenizer belongs. The first item
         is yielded once all requests are accepted: before it `ValueError` for a request that the engine refuses, and
         `APIError` for a full queue. After `timeout` seconds it raises `APIError`.
         """
         loop = asyncio.get_running_loop()
-        arrived = _Newest()
+        arrived = Arrivals()
         ids: list[str] = []
 
         def add() -> None:
@@ -101,7 +112,7 @@ class EngineWorker:
             for number, prompt in enumerate(prompts):
                 for index in range(params.n):
                     ids.append(self.engine.add_request(prompt, params, index=index))
-                    self._listeners[ids[-1]] = _listener(loop, arrived, number * params.n + index)
+                    self._listeners[ids[-1]] = Listener(loop, arrived, number * params.n + index)
 
         def drop() -> None:
             if self._ended:  # it has ended them itself
@@ -147,11 +158,13 @@ class EngineWorker:
                 logger.exception("a step of the engine failed; its requests are ended")
                 self._fail(APIError(500, "a step of the engine failed; see the server's log"))
                 outputs = []
+            found: list[Delivery] = []
             for output in outputs:
-                if (listener := self._listeners.get(output.request_id)) is not None:
-                    listener(output)
-                if output.finished:
-                    self._listeners.pop(output.request_id, None)
+                listeners = self._listeners
+                listener = (listeners.pop if output.finished else listeners.get)(output.request_id, None)
+                if listener is not None:
+                    found.append((listener, output))
+            _deliver(found)
 
     def _run_commands(self) -> None:
         """Runs the queued commands, and waits for one where no request is running."""
@@ -167,8 +180,7 @@ class EngineWorker:
     def _fail(self, error: APIError) -> None:
         listeners = [*self._listeners.values()]
         self._listeners.clear()
-        for listener in listeners:
-            listener(error)
+        _deliver([(listener, error) for listener in listeners])
         self.engine.abort_all()
 
 
@@ -176,38 +188,14 @@ def _ended() -> APIError:
     return APIError(503, "the engine's thread has ended; see the server's log")
 
 
-class _Newest:
-    """The newest output of each place, and an error after them: an output has all of its continuation's tokens, so that
-    a queue of them would grow by the square of what a client does not read."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[int, RequestOutput] = {}
-        self._error: APIError | None = None
-        self._some = asyncio.Event()
-
-    def put(self, place: int, output: RequestOutput | APIError) -> None:
-        if isinstance(output, APIError):
-            self._error = self._error or output
-        else:
-            self._outputs[place] = output
-        self._some.set()
-
-    async def get(self) -> tuple[int, RequestOutput]:
-        """The one that has waited longest; raises the error where there is none left."""
-        await self._some.wait()
-        if not self._outputs:
-            assert self._error is not None
-            raise self._error
-        place = next(iter(self._outputs))
-        output = self._outputs.pop(place)
-        if not self._outputs and self._error is None:
-            self._some.clear()
-        return place, output
-
-
-def _listener(loop: asyncio.AbstractEventLoop, arrived: _Newest, place: int) -> Listener:
-    def tell(output: RequestOutput | APIError) -> None:
+def _deliver(found: Sequence[Delivery]) -> None:
+    """Wakes each event loop once for all outputs of a step: to wake one takes as long as to sample a token."""
+    for loop in {listener.loop for listener, _ in found}:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(arrived.put, place, output)
+            own = [(listener.arrivals, listener.place, output) for listener, output in found if listener.loop is loop]
+            loop.call_soon_threadsafe(_put, own)
 
-    return tell
+
+def _put(own: Iterable[tuple[Arrivals, int, RequestOutput | APIError]]) -> None:
+    for arrivals, place, output in own:
+        arrivals.put(place, output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from easytorch.bridge.jobs.report import ConversionReport
 from easytorch.cli.main import app
+from easytorch.cli.serve import in_thread_of_its_own
 
 REPORT = {"destination": "b", "tensors": 1, "bytes": 2, "target_format": "flax", "seconds": 0.1}
 CONVERT = {
@@ -171,6 +173,22 @@ def test_the_defaults_are_those_documented(run):
 def test_a_key_may_stand_in_the_environment(run, monkeypatch):
     monkeypatch.setenv("EASYTORCH_API_KEY", "secret")
     assert run("serve")["api_key"] == "secret" and run("serve", "--api-key", "k")["api_key"] == "k"
+
+
+def test_serve_loads_in_a_thread_that_has_ended(run, monkeypatch):
+    """A pool of OpenMP threads beside the engine's would slow its steps."""
+    threads = []
+    here = threading.current_thread
+    monkeypatch.setattr("easytorch.auto.tokenizer.load_tokenizer", lambda name: threads.append(here()))
+    assert run("serve")["ran"]
+    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
+
+    def fails(name):
+        raise ValueError("no tokenizer here")
+
+    monkeypatch.setattr("easytorch.auto.tokenizer.load_tokenizer", fails)
+    with pytest.raises(ValueError, match="no tokenizer here"):
+        in_thread_of_its_own(lambda: fails("m"))
 
 
 REFUSED = [

@@ -14,7 +14,7 @@ import time
 import openai
 import pytest
 
-from easytorch.generation.engine import CompletionOutput, RequestOutput, SamplingParams
+from easytorch.generation.engine import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from easytorch.serving.app import create_app
 from easytorch.serving.errors import APIError
 from easytorch.serving.events import EventStream
@@ -117,9 +117,10 @@ def test_a_client_that_goes_frees_its_pages(stream, make_engine):
 
 
 def test_what_a_slow_client_does_not_read_is_not_kept(make_engine):
-    """Each output has all tokens: of those that were not read the newest is enough."""
+    """What it has not read is one output with all new tokens, and not one for each."""
     worker = EngineWorker(make_engine(), max_queue=4)
-    params = SamplingParams(n=2, max_tokens=20, temperature=0, ignore_eos=True)
+    kind = RequestOutputKind.DELTA
+    params = SamplingParams(n=2, max_tokens=20, temperature=0, ignore_eos=True, logprobs=1, output_kind=kind)
 
     async def main():
         outputs = worker.generate(lambda: ["the class"], params, 60)
@@ -134,7 +135,14 @@ def test_what_a_slow_client_does_not_read_is_not_kept(make_engine):
     finally:
         worker.stop()
     assert len(found) <= 3
-    assert {place: len(output.outputs[0].token_ids) for place, output in found[-2:]} == {0: 20, 1: 20}
+    completion, whole = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=1), worker.engine
+    (expected,) = LLM(whole.model, whole.tokenizer, max_memory=1 << 21).generate("the class", completion)
+    for place in (0, 1):
+        parts = [output.outputs[0] for at, output in found if at == place]
+        assert [token for part in parts for token in part.token_ids] == expected.outputs[0].token_ids
+        assert "".join(part.text for part in parts) == expected.outputs[0].text
+        assert [[*one] for part in parts for one in part.logprobs] == [[*one] for one in expected.outputs[0].logprobs]
+        assert [part.finish_reason for part in parts[-1:]] == ["length"]
 
 
 def test_a_full_queue_is_429_and_the_others_go_on(make_engine):

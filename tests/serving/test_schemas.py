@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from easytorch.generation.engine import EngineStats, SamplingParams
+from easytorch.generation.engine import EngineStats, RequestOutputKind, SamplingParams
 from easytorch.serving import metrics
 from easytorch.serving.errors import APIError, add_handlers
 from easytorch.serving.schemas import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SamplingRequest
@@ -36,7 +36,10 @@ def test_every_field_reaches_the_sampling_parameters(kind, least):
     own = set(SamplingRequest.model_fields) - set(EmbeddingRequest.model_fields) - STREAMED
     assert own == GIVEN.keys(), "a new field: give it a value here"
     plain = kind(**least).params()
-    assert plain == SamplingParams(max_tokens=None if kind is ChatCompletionRequest else 16)
+    longest = None if kind is ChatCompletionRequest else 16
+    assert plain == SamplingParams(max_tokens=longest, output_kind=RequestOutputKind.FINAL_ONLY)
+    streamed = kind(**least, stream=True).params()
+    assert streamed == SamplingParams(max_tokens=longest, output_kind=RequestOutputKind.DELTA)
     for name in GIVEN:
         made = kind(**least, **{name: GIVEN[name]}, **({"max_tokens": 9} if name == "min_tokens" else {})).params()
         changed = {key for key in vars(plain) if getattr(made, key) != getattr(plain, key)}

@@ -1,7 +1,8 @@
 """Continuous batching of many requests over pages, by vLLM's names.
 
 params.py     `SamplingParams`: the sampling settings of a request
-request.py    `Request` and `RequestOutput`
+request.py    `Request`: the state of one continuation
+outputs.py    `RequestOutput`: what users get of it
 pages.py      `PagePool`: pages in use, and free ones whose contents are cached
 prefix.py     hashes of pages, by which prompts with a common prefix share them
 scheduler.py  `Scheduler`: what runs in the next step, and which request is preempted
@@ -16,8 +17,8 @@ llm.py        `LLM`: generate, chat
 
 from easytorch.generation.engine.engine import Engine, EngineStats
 from easytorch.generation.engine.llm import LLM
-from easytorch.generation.engine.params import SamplingParams
-from easytorch.generation.engine.request import CompletionOutput, Logprob, RequestOutput
+from easytorch.generation.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from easytorch.generation.engine.params import RequestOutputKind, SamplingParams
 from easytorch.generation.engine.structured import StructuredOutputsParams
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
 ]

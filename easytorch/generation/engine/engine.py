@@ -17,9 +17,10 @@ from easytorch.cache_names import cache_argument
 from easytorch.generation.engine.decode_graphs import DecodeGraphs
 from easytorch.generation.engine.logprobs import logprobs_of
 from easytorch.generation.engine.memory import cache_sizes
+from easytorch.generation.engine.outputs import Logprob, RequestOutput
 from easytorch.generation.engine.pages import PagePool
 from easytorch.generation.engine.params import SamplingParams
-from easytorch.generation.engine.request import Logprob, Request, RequestOutput, token_sequences
+from easytorch.generation.engine.request import Request, token_sequences
 from easytorch.generation.engine.sampler import sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
@@ -217,6 +218,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Runs the model once and returns the outputs of the requests that got a token; [] when there is nothing to do.
+        `SamplingParams.output_kind` says what they hold, and whether those that go on have any.
 
         A step that raises, or is interrupted, takes no token from a request: all of them are recomputed in the next
         one, which returns the outputs of those that had got theirs too.
@@ -236,7 +238,8 @@ class Engine:
                     self._generated_tokens += 1
                 if request.finish_reason is not None:
                     self._drop(request)
-                self._not_returned.append(request.output())
+                if (output := request.output()) is not None:
+                    self._not_returned.append(output)
         except BaseException:
             self._scheduler.restart()  # the pages may be half written, and some requests be without their token
             raise
@@ -244,7 +247,8 @@ class Engine:
         return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The outputs of one request, one for each token; other queued requests run in the same steps.
+        """The outputs of one request, one for each token (or by `params.output_kind`); other queued requests run in the
+        same steps.
 
         Closing the iterator before the end aborts the request.
         """

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from easytorch.generation.engine.engine import Engine, Prompt
-from easytorch.generation.engine.params import SamplingParams
-from easytorch.generation.engine.request import CompletionOutput, RequestOutput
+from easytorch.generation.engine.outputs import CompletionOutput, RequestOutput
+from easytorch.generation.engine.params import RequestOutputKind, SamplingParams
 
 
 class LLM:
@@ -50,7 +50,8 @@ class LLM:
         ids: list[list[str]] = []
         done: dict[str, RequestOutput] = {}
         try:
-            for prompt, one in zip(several, params, strict=True):
+            for prompt, given in zip(several, params, strict=True):
+                one = replace(given, output_kind=RequestOutputKind.FINAL_ONLY)
                 ids.append([])
                 for index in range(one.n):
                     ids[-1].append(self.engine.add_request(prompt, one, index=index))

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from easytorch.generation.engine.request import Logprob, decode_token
+from easytorch.generation.engine.outputs import Logprob
+from easytorch.generation.engine.request import decode_token
 
 
 def logprobs_of(

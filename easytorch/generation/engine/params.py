@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from easytorch.generation.engine.structured import StructuredOutputsParams
 from easytorch.generation.sampling import LEAST_TEMPERATURE
 
 MOST_LOGPROBS = 20  # OpenAI's bound
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a request hold, by vLLM's names. CUMULATIVE: all tokens so far. DELTA: those since the output
+    before. FINAL_ONLY: all tokens, in one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,7 @@ class SamplingParams:
     cached pages of its prefix are computed again for them.
     structured_outputs: the text follows a JSON schema, a regular expression, a choice or a grammar, and ends where it
     is complete; needs the package llguidance (extra `serve`).
+    output_kind: what the outputs of `Engine.step` and `Engine.stream` hold; `LLM` returns the final ones in any case.
     """
 
     n: int = 1
@@ -61,6 +72,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -115,6 +127,9 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            kinds = ", ".join(map(str, RequestOutputKind))
+            raise ValueError(f"output_kind={self.output_kind!r} must be one of {kinds}")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 kind = type(self.structured_outputs).__name__

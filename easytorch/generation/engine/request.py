@@ -1,62 +1,24 @@
-"""`Request`: the state of one continuation of a prompt in the engine; `RequestOutput`: its result for users."""
+"""`Request`: the state of one continuation of a prompt in the engine."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from easytorch.generation.engine.params import SamplingParams
+from easytorch.generation.engine.outputs import CompletionOutput, FinishReason, Generated, Logprob, RequestOutput
+from easytorch.generation.engine.params import RequestOutputKind, SamplingParams
 from easytorch.generation.engine.stop import StoppedText
 from easytorch.generation.engine.structured import StructuredText
-
-FinishReason = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """The log probability of one token at one position. rank: 1 for the likeliest."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """The continuation generated so far. text: "" without a tokenizer. logprobs: by token id, one dict for each token.
-
-    stop_reason: the stop string or stop token that ended it; None for the model's end token and for a structured text
-    that is complete; the reason where a grammar that cannot continue aborted it.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """One request after a step. num_cached_tokens: prompt tokens served from the prefix cache. prompt_logprobs: one
-    dict for each token of the prompt, None for the first; None where they were not asked for."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(eq=False)
 class Request:
     """tokens: prompt and output. computed: the number of tokens whose keys and values are in `pages` after the
     scheduled step. hashes: one for each full page of tokens. max_length: the number of tokens at which it ends. slot:
-    its index among the running requests. prompt_logprobs: of the prompt's tokens that have been scored so far."""
+    its index among the running requests. prompt_logprobs: of the prompt's tokens that have been scored so far.
+    returned: the numbers of output tokens and characters that an output has had."""
 
     request_id: str
     prompt: str | None
@@ -80,6 +42,10 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    returned: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.tokens[: self.prompt_length]  # of all outputs
 
     @property
     def generated(self) -> int:
@@ -96,6 +62,11 @@ class Request:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    def ends_with(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these are its last output tokens."""
+        count = len(tokens)
+        return count <= self.generated and tuple(self.tokens[len(self.tokens) - count :]) == tokens
 
     def append(self, token: int, logprobs: dict[int, Logprob] | None) -> None:
         """Appends a token, and sets `finish_reason` where the request ends with it."""
@@ -125,24 +96,44 @@ class Request:
             if matched is not None:
                 self.finish_reason, self.stop_reason = "stop", matched
 
-    def output(self) -> RequestOutput:
-        completion = CompletionOutput(
-            index=self.index,
-            text="" if self.text is None else self.text.visible,
-            token_ids=self.output_tokens,
-            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+    def output(self) -> RequestOutput | None:
+        """What `params.output_kind` has of this step; None for nothing. Takes the time of the new tokens alone."""
+        finished, kind = self.finish_reason is not None, self.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        delta = kind is RequestOutputKind.DELTA
+        before = self.returned if delta else (0, 0)
+        after = self.generated, 0 if self.text is None else self.text.shown
+        known: dict[str, Any] = {
+            "index": self.index,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+        }
+        if delta or finished:
+            text, token_ids, logprobs = self._between(before, after)
+            completion = CompletionOutput(text=text, token_ids=token_ids, logprobs=logprobs, **known)
+        else:
+            completion = CompletionOutput.when_read(functools.partial(self._between, before, after), **known)
+        prompt_logprobs = self.prompt_logprobs if self.params.prompt_logprobs is not None else None
+        if delta and self.returned != (0, 0) and prompt_logprobs is not None:
+            prompt_logprobs = []
+        self.returned = after
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.tokens[: self.prompt_length],
+            prompt_token_ids=self.prompt_tokens,
             outputs=[completion],
-            finished=self.finish_reason is not None,
+            finished=finished,
             num_cached_tokens=self.cached or 0,
-            prompt_logprobs=list(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _between(self, before: tuple[int, int], after: tuple[int, int]) -> Generated:
+        """What was generated between two numbers of tokens and characters."""
+        (first, start), (last, end) = before, after
+        text = "" if self.text is None else self.text.part(start, end)
+        tokens = self.tokens[self.prompt_length + first : self.prompt_length + last]
+        return text, tokens, self.logprobs[first:last] if self.params.logprobs is not None else None
 
 
 def token_sequences(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -51,8 +51,7 @@ def _adjust(logits: Tensor, request: Request) -> Tensor | None:
         others = torch.ones_like(logits, dtype=torch.bool)
         others[torch.tensor(params.allowed_token_ids, device=device)] = False
         logits = logits.masked_fill(others, float("-inf"))
-    output = request.output_tokens if request.bad_words else []
-    if last := [word[-1] for word in request.bad_words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]]:
+    if last := [word[-1] for word in request.bad_words if request.ends_with(word[:-1])]:
         logits = logits.index_fill(0, torch.tensor(last, device=device), float("-inf"))
     if request.generated < params.min_tokens and (ends := request.end_tokens | request.stop_tokens):
         logits = logits.index_fill(0, torch.tensor(sorted(ends), device=device), float("-inf"))
