@@ -168,15 +168,20 @@ class CausalLMHead(_Base):
             return None
         if watched(self):
             return None
-        outputs = self.base_model(**inputs)
+        outputs = self.base_model(**inputs, return_dict=True)
         return argmax(self.lm_head, outputs.last_hidden_state[:, -1])
 
     def make_output(
-        self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any
+        self,
+        outputs: Any,
+        loss: torch.Tensor | None,
+        logits: torch.Tensor | DeferredLogits,
+        attention_mask: Any,
+        **fields: Any,
     ) -> Any:
-        """The model's output, from the backbone's `outputs`, the loss and the logits."""
+        """The model's output, from the backbone's `outputs`, the loss, the logits, and other fields of its class."""
         output_class = deferring(self.output_class) if isinstance(logits, DeferredLogits) else self.output_class
-        more = {name: outputs[name] for name in _OF_BACKBONES if name in outputs}
+        more = {name: outputs[name] for name in _OF_BACKBONES if name in outputs} | fields
         return output_class(
             loss=loss,
             logits=logits,
@@ -214,6 +219,7 @@ class CausalLMHead(_Base):
             position_ids=position_ids,
             **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
+            return_dict=True,  # whatever the config says of the model
             use_cache=use_cache,
             **of_backbone,
             **kwargs,
@@ -274,6 +280,7 @@ class SequenceClassificationHead(_Base):
             position_ids=position_ids,
             **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             use_cache=use_cache,
             **kwargs,
         )
@@ -338,6 +345,7 @@ class TokenClassificationHead(_Base):
             position_ids=position_ids,
             **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             use_cache=use_cache,
             **kwargs,
         )
@@ -379,6 +387,7 @@ class QuestionAnsweringHead(_Base):
             position_ids=position_ids,
             **cache_keyword(cache),
             inputs_embeds=inputs_embeds,
+            return_dict=True,
             **kwargs,
         )
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)

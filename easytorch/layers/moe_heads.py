@@ -32,9 +32,13 @@ class BalancedCausalLMHead(MoeCausalLMHead):
         self.num_experts_per_tok = text.num_experts_per_tok
 
     def make_output(
-        self, outputs: Any, loss: torch.Tensor | None, logits: torch.Tensor | DeferredLogits, attention_mask: Any
+        self,
+        outputs: Any,
+        loss: torch.Tensor | None,
+        logits: torch.Tensor | DeferredLogits,
+        attention_mask: Any,
+        **fields: Any,
     ) -> Any:
-        output = super().make_output(outputs, loss, logits, attention_mask)
         if outputs.router_logits:
             shard = sequence_parallel.shard_of(self)
             padding = attention_mask if getattr(attention_mask, "ndim", None) == 2 else None
@@ -44,12 +48,12 @@ class BalancedCausalLMHead(MoeCausalLMHead):
                 aux_loss = load_balancing_loss(
                     outputs.router_logits, self.num_experts_per_tok, shard.padding, shard.over_ranks
                 )
-            output.aux_loss = aux_loss
+            fields["aux_loss"] = aux_loss  # given to the constructor, which puts fields in the order of the class
             if loss is not None:
                 # the losses of ranks that divide a sequence are summed, and this one is the same on each
                 part = aux_loss if shard is None else aux_loss / shard.ranks
-                output.loss = loss + self.router_aux_loss_coef * part.to(loss.device)
-        return output
+                loss = loss + self.router_aux_loss_coef * part.to(loss.device)
+        return super().make_output(outputs, loss, logits, attention_mask, **fields)
 
     @takes_cache
     @can_return_tuple

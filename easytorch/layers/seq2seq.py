@@ -143,6 +143,7 @@ class EncoderDecoder(_Base):
                     "the decoder would read them"
                 )
             decoder_input_ids = self.shifted(input_ids)
+        kwargs["return_dict"] = True  # of both halves, whatever the config says of the model
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs

@@ -6,6 +6,7 @@ outputs of the towers, `image_outputs`, `video_outputs` and `audio_outputs`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -23,10 +24,17 @@ _WITH_TOWERS = {
 }
 
 
-def with_towers(output_class: type[ModelOutput]) -> type[ModelOutput]:
-    """The output of a decoder with fields for its towers; `output_class` itself where transformers has none."""
+def with_towers(output_class: type[ModelOutput], model_type: str | None = None) -> type[ModelOutput]:
+    """The output of a decoder with fields for its towers; `output_class` itself where transformers has none.
+
+    A subclass of it that transformers' file of `model_type` defines, with properties of the family's own, comes first.
+    """
     found: type[ModelOutput] = getattr(modeling_outputs, _WITH_TOWERS.get(output_class.__name__, ""), output_class)
-    return found
+    if model_type is None or found is output_class:
+        return found
+    file = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    own = (one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__)
+    return next((one for one in own if issubclass(one, found)), found)
 
 
 def asked_of_towers(output_class: type[ModelOutput], kwargs: Mapping[str, Any]) -> dict[str, Any]:

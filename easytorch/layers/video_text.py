@@ -63,6 +63,8 @@ class VideoTextModel(ArgumentsInOrder):
         super().__init__(config)
         self.visual = self.tower_class._from_config(config.vision_config)
         self.language_model = self.decoder_class._from_config(config.text_config)
+        decoder: Any = self.decoder_class
+        self.output_class = with_towers(decoder.output_class, type(config).model_type)
         self.rope_deltas: torch.Tensor | None = None
         self.post_init()
 
@@ -238,8 +240,7 @@ class VideoTextModel(ArgumentsInOrder):
         }
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        output_class = with_towers(self.language_model.output_class)
-        asked = asked_of_towers(output_class, kwargs)
+        asked = asked_of_towers(self.output_class, kwargs)
         found = {}
         for kind, (values, grids) in pixels.items():
             outputs = (mm_encoder_outputs or {}).get(kind)
@@ -273,7 +274,7 @@ class VideoTextModel(ArgumentsInOrder):
             **kwargs | {"return_dict": True},
         )
         towers = {kind: one for kind, (one, _) in found.items()}
-        return output_class(**dict(outputs.items()), **tower_fields(output_class, towers, {}))
+        return self.output_class(**dict(outputs.items()), **tower_fields(self.output_class, towers, {}))
 
 
 class VideoTextHead(ImageTextHead):

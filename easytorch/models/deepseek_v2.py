@@ -66,9 +66,9 @@ class DeepseekV2PreTrainedModel(NativeMoeDecoder):
     config_class = DeepseekV2Config
     _no_split_modules = ["DeepseekV2DecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(DeepseekV2TopkRouter, index=0),
         "hidden_states": DeepseekV2DecoderLayer,
         "attentions": DeepseekV2Attention,
+        "router_logits": OutputRecorder(DeepseekV2TopkRouter, index=0),
     }
     _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV2PreTrainedModel")
 

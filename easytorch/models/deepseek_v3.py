@@ -39,9 +39,9 @@ class DeepseekV3PreTrainedModel(NativeMoeDecoder):
     config_class = DeepseekV3Config
     _no_split_modules = ["DeepseekV3DecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
         "hidden_states": DeepseekV3DecoderLayer,
         "attentions": DeepseekV3Attention,
+        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
     }
     _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV3PreTrainedModel")
     # the layer of multi-token prediction, which comes after those of the model

@@ -45,9 +45,9 @@ class DeepseekV32PreTrainedModel(NativeMoeDecoder):
     _supports_flex_attn = False
     _no_split_modules = ["DeepseekV32DecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
         "hidden_states": DeepseekV32DecoderLayer,
         "attentions": DeepseekV32Attention,
+        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
     }
     _keep_in_fp32_modules = ["indexer.weights_proj"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = kept_in_float32("DeepseekV32PreTrainedModel")

@@ -81,9 +81,9 @@ class Glm4MoePreTrainedModel(NativeMoeDecoder):
     config_class = Glm4MoeConfig
     _no_split_modules = ["Glm4MoeDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
         "hidden_states": Glm4MoeDecoderLayer,
         "attentions": Glm4MoeAttention,
+        "router_logits": OutputRecorder(Glm4MoeTopkRouter, index=0),
     }
     _keep_in_fp32_modules_strict = kept_in_float32("Glm4MoePreTrainedModel")
     # the layers of multi-token prediction, which come after those of the model: of GLM 4.5 and of GLM 4.5 Air

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, GPT2Config, initialization
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, CausalLMOutputWithCrossAttentions
 from transformers.models.gpt2.modeling_gpt2 import GPT2DoubleHeadsModelOutput, GPT2SequenceSummary
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.generic import can_return_tuple
@@ -177,6 +177,7 @@ class GPT2PreTrainedModel(NativeDecoder):
 
 class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
     layer_class = GPT2Block
+    output_class = BaseModelOutputWithPastAndCrossAttentions
     rotary_class = None
     layers_name, norm_name = "h", "ln_f"
 
@@ -306,6 +307,7 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         logits = linear(self.lm_head, outputs.last_hidden_state)

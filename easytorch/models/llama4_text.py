@@ -111,9 +111,9 @@ class Llama4PreTrainedModel(NativeMoeDecoder):
     least_counts = {"intermediate_size_mlp": 0, "floor_scale": 1}  # noqa: RUF012
     _no_split_modules = ["Llama4TextDecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
-        "router_logits": OutputRecorder(Llama4Router, index=0),
-        "hidden_states": Llama4TextDecoderLayer,
         "attentions": Llama4TextAttention,
+        "hidden_states": Llama4TextDecoderLayer,
+        "router_logits": OutputRecorder(Llama4Router, index=0),
     }
 
 

@@ -168,6 +168,7 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             attention_mask=attention_mask,
             seq_idx=seq_idx,
+            return_dict=True,
         )
         kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
         logits = linear(self.lm_head, kept.to(self.lm_head.weight.dtype)).float()

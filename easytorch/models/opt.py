@@ -147,7 +147,7 @@ class OPTModel(ArgumentsInOrder, OPTPreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
-        return self.decoder(input_ids=input_ids, **kwargs)
+        return self.decoder(input_ids=input_ids, return_dict=True, **kwargs)
 
 
 class OPTForCausalLM(CausalLMHead, ArgumentsInOrder, OPTPreTrainedModel, GenerationMixin):

@@ -56,7 +56,7 @@ class Qwen3_5MoeForConditionalGeneration(
     VideoTextHead, BalancedCausalLMHead, Qwen3_5MoePreTrainedModel, GenerationMixin
 ):
     backbone_class = Qwen3_5MoeModel
-    output_class = with_towers(MoeCausalLMOutputWithPast)
+    output_class = with_towers(MoeCausalLMOutputWithPast, "qwen3_5_moe")
     accepts_loss_kwargs = False
     _fsdp_plan = BalancedCausalLMHead._fsdp_plan
     arguments = head_arguments(*VIDEO_TEXT_INPUTS, "output_router_logits")

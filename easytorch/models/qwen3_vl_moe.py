@@ -98,6 +98,6 @@ class Qwen3VLMoeForConditionalGeneration(
     VideoTextHead, BalancedCausalLMHead, Qwen3VLMoePreTrainedModel, GenerationMixin
 ):
     backbone_class = Qwen3VLMoeModel
-    output_class = with_towers(MoeCausalLMOutputWithPast)
+    output_class = with_towers(MoeCausalLMOutputWithPast, "qwen3_vl_moe")
     accepts_loss_kwargs = False
     arguments = head_arguments(*VIDEO_TEXT_INPUTS, "output_router_logits")

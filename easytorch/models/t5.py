@@ -249,7 +249,13 @@ class T5EncoderModel(T5Parts, EncoderDecoder, T5PreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutput:
         """input_ids (B, T) -> last_hidden_state (B, T, D)."""
-        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        return self.encoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
+        )
 
 
 class T5ForSequenceClassification(Seq2SeqSequenceClassification, T5PreTrainedModel):

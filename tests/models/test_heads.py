@@ -16,6 +16,8 @@ from transformers.models.auto import modeling_auto
 import easytorch
 from easytorch.protocol.native_classes import families
 from tests.models.families import CAUSAL, FAMILIES, HEADS
+from tests.models.image_text_families import image_text_inputs
+from tests.models.tower_families import tower_inputs
 
 # class -> why it stays transformers'
 STOCK = {"JevForDecision": "a model with code of its own over the decoders of several types"}
@@ -78,6 +80,55 @@ def test_calls_by_position_compute_the_same(family: str, head: str, make_pair: A
         output, expected = (model(*map(given.get, names)) for model in (ours, theirs))
     for name in ("loss", "logits"):
         torch.testing.assert_close(output[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family, head", [
+    ("llama", "LlamaForCausalLM"),
+    ("llama", "LlamaForTokenClassification"),
+    ("opt", "OPTForSequenceClassification"),
+    ("gpt2", "GPT2DoubleHeadsModel"),
+    ("mamba2", "Mamba2ForCausalLM"),
+    ("t5", "T5ForTokenClassification"),
+    ("mbart", "MBartForConditionalGeneration"),
+    ("gemma3", "Gemma3ForConditionalGeneration"),
+    ("gemma4", "Gemma4ForConditionalGeneration"),
+    ("whisper", "WhisperForConditionalGeneration"),
+])  # fmt: skip
+def test_a_config_may_ask_for_tuples(family: str, head: str) -> None:
+    """Of the model that is called: the parts inside it still answer each other by name."""
+    torch.manual_seed(0)
+    model = getattr(importlib.import_module(f"easytorch.models.{family}"), head)(FAMILIES[family].config()).eval()
+    given = tower_inputs(head) or image_text_inputs(head) or {"input_ids": torch.tensor([[5, 9, 33, 71, 8]])}
+    with torch.no_grad():
+        expected = model(**given).to_tuple()
+        model.config.return_dict = False
+        output = model(**given)
+    assert isinstance(output, tuple) and len(output) == len(expected)
+    assert torch.equal(output[0], expected[0])
+
+
+@pytest.mark.parametrize("family, head", [
+    ("mixtral", "MixtralForCausalLM"),
+    ("deepseek_v3", "DeepseekV3Model"),
+    ("llama4_text", "Llama4TextModel"),
+    ("gpt2", "GPT2Model"),
+    ("qwen3_vl_moe", "Qwen3VLMoeModel"),
+    ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+])  # fmt: skip
+def test_an_output_is_of_transformers_class_with_its_fields_in_order(family: str, head: str, make_pair: Any) -> None:
+    """So that places in a tuple mean the same, and properties of the class are there: features of images, say."""
+    ours, theirs = make_pair(head, FAMILIES[family].config(), "eager")
+    ours.set_attn_implementation("eager")
+    given = image_text_inputs(head) or {"input_ids": torch.tensor([[5, 9, 33, 71, 8]])}
+    asked: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
+    if family != "gpt2":
+        asked["output_router_logits"] = True
+    with torch.no_grad():
+        output, expected = (model(**given, **asked) for model in (ours, theirs))
+    assert type(output) is type(expected) and list(output) == list(expected)
+    if hasattr(type(expected), "image_hidden_states"):
+        torch.testing.assert_close(output.image_hidden_states, expected.image_hidden_states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(CAUSAL))
