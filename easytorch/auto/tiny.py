@@ -246,10 +246,18 @@ def _shrink_rotary(part: PreTrainedConfig, by: int) -> None:
         return
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if "rope_type" in one:
+            _turn_pairs(part, one)
             one["mrope_section"] = _section(part, one, by)
         for name in ("short_factor", "long_factor"):
             if isinstance(one.get(name), list):
                 one[name] = one[name][: max(1, len(one[name]) // by)]
+
+
+def _turn_pairs(part: PreTrainedConfig, rope: dict[str, Any]) -> None:
+    """A quarter of a small head may be an odd count, which is no config of a checkpoint: one more number turns."""
+    head, factor = next(_head_sizes(part), 0), rope.get("partial_rotary_factor")
+    if head and isinstance(factor, float) and int(head * factor) % 2:
+        rope["partial_rotary_factor"] = (int(head * factor) + 1.5) / head  # half a number above it, against rounding
 
 
 def _section(part: PreTrainedConfig, rope: dict[str, Any], by: int) -> list[int]:

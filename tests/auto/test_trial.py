@@ -279,6 +279,8 @@ def test_rounding_is_told_from_other_numbers() -> None:
     assert not is_rounding([ours], [theirs], [exact * 1.01], [exact])  # it stays in float64
     assert not is_rounding([ours * 1.1], [theirs], [exact], [exact])  # float32 alone, and more than theirs
     assert not is_rounding([ours[:2]], [ours], [exact[:2]], [exact])
+    assert is_rounding([ours * 100], [-theirs], [exact], [exact])  # no digit of theirs is right: float64 decides
+    assert not is_rounding([ours * 100], [-theirs], [exact * 1.01], [exact])
 
 
 def test_a_model_is_in_float64_for_a_while() -> None:
@@ -309,6 +311,8 @@ def test_small_configs_keep_what_makes_an_architecture() -> None:
     assert config.image_token_index < text.vocab_size <= 320
     assert vision.image_size % vision.patch_size == 0 and len(list(configs_in(config))) == 3
     assert t.LlavaConfig().text_config.hidden_size == 4096  # the defaults are left alone
+    config = shrunken(t.GPTNeoXConfig())  # a quarter of 12 numbers would turn
+    assert config.hidden_size // config.num_attention_heads * config.rope_parameters["partial_rotary_factor"] // 1 == 4
 
 
 @pytest.mark.usefixtures("without_native_families")
