@@ -25,7 +25,8 @@ from easytorch.protocol.checkpoint_files import HUB_ARGUMENTS, check_config, inf
 from easytorch.protocol.gguf_loading import gguf_config
 from easytorch.protocol.load_checks import check_loaded_foreign
 from easytorch.protocol.loading import load_pretrained
-from easytorch.protocol.mesh_loading import class_over_mesh, save_foreign
+from easytorch.protocol.mesh_loading import class_over_mesh
+from easytorch.protocol.mesh_saving import save_foreign
 from easytorch.protocol.native import NativeModel
 from easytorch.protocol.native_classes import native_class
 from easytorch.protocol.quantization_config import settings_of_name

@@ -1,19 +1,14 @@
-"""Models over a mesh: each rank reads its own part of a checkpoint, and one of them writes what all of them hold."""
+"""Models over a mesh: each rank reads its own part of a checkpoint."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from easytorch.distributed.mesh import mesh_axis_sizes
-from easytorch.distributed.sharding import full_tensors, mesh_of, shard_model
+from easytorch.distributed.sharding import shard_model
 from easytorch.distributed.staged_call import pipeline_of
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 
@@ -73,44 +68,3 @@ def _class_by_spmd(model_class: Any, mesh: Any, partition_rules: Any) -> Any:
     load: Any = from_pretrained
     methods = {"from_pretrained": classmethod(load), "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), methods)
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether the model is over a mesh that transformers' own `save_pretrained` does not know of."""
-    return mesh_of(model) is not None and getattr(model.config, "distributed_config", None) is None
-
-
-def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:
-    """`save_pretrained` of a class of transformers', sharded or not."""
-    save = functools.partial(type(model).save_pretrained, model, save_directory)
-    if is_sharded(model) and kwargs.get("state_dict") is None:
-        return save_sharded(model, save, kwargs)
-    return save(**kwargs)
-
-
-def save_sharded(model: nn.Module, save: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """`save(**kwargs)` with the full weights, gathered one at a time and kept on the CPU by the mesh's first rank.
-
-    Each rank calls this; the first alone writes. Its error is raised there, and the others raise `RuntimeError`.
-    """
-    import torch.distributed as dist
-
-    mesh = mesh_of(model)
-    if is_spmd_mesh(mesh):
-        return save(state_dict=full_tensors(model), **kwargs)
-    first = not any(mesh.get_coordinate())
-    state = full_tensors(model, keep=first)
-    result, error = None, None
-    if first:
-        try:
-            result = save(state_dict=state, **kwargs)
-        except Exception as raised:  # the other ranks wait for this one
-            error = raised
-    failed = torch.tensor(float(error is not None), device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(failed, group=mesh.get_group(axis))
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError("save_pretrained: the first rank could not write the model")
-    return result

@@ -24,7 +24,7 @@ from easytorch.protocol import (
     lazy,
     lora,
     loss,
-    mesh_loading,
+    mesh_saving,
     mixed_adapters,
     quantization,
     reference_arguments,
@@ -74,17 +74,20 @@ class ModuleMixin(_Base):
 
     def save_pretrained(
         self, save_directory: Any, *args: Any, gather_fns: Any = None, float_dtype: Any = None, step: int | None = None,
-        **kwargs: Any,
+        to: str = "torch", **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """transformers' own; float_dtype and step: see `protocol.save_pretrained`. A sharded model is saved by
-        a call of each rank."""
+        """transformers' own; float_dtype and step: see `protocol.save_pretrained`.
+
+        A model over a mesh is saved by a call of each rank, which share the writing. to: the format, as in
+        `easytorch.bridge.convert`: "torch", "flax", "flax-safetensors", "orbax" or "orbax-zarr".
+        """
         lazy.require_memory(self, "save_pretrained", by_transformers=True)
         adapters.check_savable(self)
-        if mesh_loading.is_sharded(self) and kwargs.get("state_dict") is None:
-            kwargs |= {"gather_fns": gather_fns, "float_dtype": float_dtype, "step": step}
-            return mesh_loading.save_sharded(
-                self, functools.partial(self.save_pretrained, save_directory, *args), kwargs
-            )
+        if to != "torch" or (mesh_saving.is_sharded(self) and kwargs.get("state_dict") is None):
+            reference_arguments.refuse_jax(gather_fns=gather_fns)
+            kwargs |= {"float_dtype": float_dtype, "step": step, "to": to}
+            save = functools.partial(self.save_pretrained, save_directory)
+            return mesh_saving.save_sharded(self, save_directory, save, mesh_saving.by_name(args) | kwargs)
         if gather_fns is None and float_dtype is None and step is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         if args:

@@ -139,9 +139,7 @@ def save_pretrained(
     refuse_jax(gather_fns=gather_fns)
     require_memory(model, "save_pretrained", by_transformers=True)
     check_savable(model)
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"step={step!r} must be an int of at least 0")
-    folder = save_directory if step is None else Path(save_directory) / f"checkpoint-{step}"
+    folder = folder_of(save_directory, step)
     if token is not None:
         kwargs["token"] = token
     if float_dtype is None:
@@ -164,6 +162,13 @@ def save_pretrained(
         made.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         made.replace(file)
     return result
+
+
+def folder_of(save_directory: str | os.PathLike[str], step: int | None) -> str | os.PathLike[str]:
+    """The folder of a save: of a step that of transformers' Trainer. `ValueError` for what is no step."""
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step={step!r} must be an int of at least 0")
+    return save_directory if step is None else Path(save_directory) / f"checkpoint-{step}"
 
 
 @check_types("gather_fns", "use_temp_dir", "mismatch_allowed", "float_dtype")

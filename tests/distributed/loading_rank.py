@@ -145,9 +145,9 @@ def main(folder: Path) -> None:
     refused("a mesh does not go with a quantized", lambda: over_mesh(quantized))
     model = ours.from_pretrained(llama, mesh=mesh, partition_rules=[("q_proj", None)])
     assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape == (32, 32)
-    # the first rank cannot write: it says so, and nobody waits for it
+    # the first rank cannot write: all say so, and nobody waits for it
     (folder / "file").touch()
-    words = "file" if dist.get_rank() == 0 else "the first rank could not write"
+    words = "cannot be written: File exists (rank 0)"
     refused(words, lambda: model.save_pretrained(folder / "file" / "below"))
 
 

@@ -1,0 +1,151 @@
+"""One of several processes: models over a mesh are saved by all of them; prints "rank r ok"."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import easytorch
+from easytorch.bridge.errors import CheckpointError
+from easytorch.bridge.formats.safetensors_files.torch_safetensors import TorchSafetensors
+from easytorch.distributed import make_mesh
+from easytorch.distributed.gathering import box_of
+from tests.processes import leave_group
+
+# meshes for each number of processes; the files of all are compared with those of one process
+MESHES = {
+    2: (("llama", "fsdp=2"), ("llama", "tp=2"), ("qwen3_moe", "pp=2"), ("olmo", "fsdp=2"), ("deepseek_v3", "ep=2")),
+    4: (("qwen3_moe", "fsdp=2,tp=2"), ("qwen3_moe", "dp=2,ep=2"), ("qwen3_moe", "pp=2,fsdp=2")),
+}
+SIZE = "20KB"
+
+
+def over(folder: Path, axes: str) -> Any:
+    return easytorch.AutoModelForCausalLM.from_pretrained(folder, mesh=make_mesh(axes))
+
+
+def check_boxes(model: Any) -> None:
+    """Each rank's part is what the full tensor has at those places."""
+    for name, one in model.state_dict(keep_vars=True).items():
+        if not hasattr(one, "full_tensor"):
+            continue
+        full = one.full_tensor().detach()
+        for dim, stretches in enumerate(box_of(one)):
+            full = torch.cat([full.narrow(dim, start, stop - start) for start, stop in stretches] or [full[:0]], dim)
+        assert torch.equal(full, one.to_local()), name
+
+
+def peak_during(work: Callable[[], object]) -> int:
+    """Bytes by which the process grew at most."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def check_memory(folder: Path) -> None:
+    """No rank gathers more than a few tensors: they are 147 MB in all, and a process grows by 20 to 40."""
+    model = over(folder / "wide", "fsdp=2")
+    assert all(p.to_local().isfinite().all() for p in model.parameters())  # their pages may be the file's till now
+    size = sum(p.numel() * 4 for p in model.parameters())
+    for to in ("torch", "flax"):
+        target = folder / f"wide-{to}"
+        grown = peak_during(lambda: model.save_pretrained(target, to=to, max_shard_size="12MB"))  # noqa: B023
+        assert grown < 0.45 * size, (to, grown, size)
+
+
+def failing(number: int, fault: Callable[[], object]) -> Callable[..., None]:
+    """A writer of files whose `number`th does not get written."""
+    write, count = TorchSafetensors.write, 0
+
+    def instead(self: Any, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            fault()
+        write(self, *args)
+
+    return instead
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_faults(folder: Path) -> None:
+    """A disk that is full in one rank: one error, the same in each, and what was there stays; so for one that ends."""
+    model, target = over(folder / "llama", "fsdp=2"), folder / "faults"
+    model.save_pretrained(target, max_shard_size=SIZE)
+    if dist.get_rank() == 0:
+        (target / "notes.txt").write_text("kept")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dist.barrier()
+    before = {one.name: one.read_bytes() for one in target.iterdir()}
+    write = TorchSafetensors.write
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            TorchSafetensors.write = failing(2, full)
+        try:
+            model.save_pretrained(target, max_shard_size=SIZE)
+        except CheckpointError as error:
+            assert str(error) == f"{target}: cannot be written: No space left on device (rank {rank})", str(error)
+        else:
+            raise AssertionError("a full disk went unnoticed")
+        TorchSafetensors.write = write
+        assert {one.name: one.read_bytes() for one in target.iterdir()} == before
+        dist.barrier()
+    model.save_pretrained(target)  # one file takes the place of several, and what else is there stays
+    assert {one.name for one in target.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "notes.txt",
+    }  # fmt: skip
+    before = {one.name: one.read_bytes() for one in target.iterdir()}
+    dist.barrier()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others when one has ended
+    if dist.get_rank() == 1:
+        TorchSafetensors.write = failing(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        model.save_pretrained(target, max_shard_size=SIZE)
+    except CheckpointError as error:
+        assert "another rank does not answer" in str(error), error
+    assert {one.name: one.read_bytes() for one in target.iterdir()} == before
+    assert not [one for one in folder.iterdir() if one.name.startswith(".")], "a staging folder was left"
+
+
+def main(folder: Path) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    for family, axes in MESHES[dist.get_world_size()]:
+        model = over(folder / family, axes)
+        check_boxes(model)
+        for to in ("torch", "flax", "orbax"):
+            model.save_pretrained(folder / f"{family}-{axes}-{to}", to=to, max_shard_size=SIZE)
+        model.save_pretrained(folder / f"{family}-{axes}-bfloat16", float_dtype="bfloat16", step=3)
+    dist.barrier()
+    print(f"rank {dist.get_rank()} ok\n", end="", flush=True)
+    if dist.get_world_size() == 2:
+        check_memory(folder)
+        check_faults(folder)  # which ends one of the two
+        print("survived\n", end="", flush=True)
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    leave_group()

@@ -1,0 +1,116 @@
+"""Models over meshes of two and four processes, saved by all of them (`saving_rank.py`)."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint
+import pytest
+import torch
+import transformers
+
+import easytorch
+from easytorch.bridge.convert import convert
+from easytorch.bridge.load_tree import load_tree
+from tests.distributed.saving_rank import MESHES, SIZE
+from tests.models.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def make(folder: Path, family: str) -> None:
+    """A checkpoint of one process; vocabularies that do not divide, where the mesh can be uneven."""
+    if family == "olmo":
+        config = transformers.OlmoConfig(vocab_size=97, eos_token_id=1, pad_token_id=0, **SIZES)
+        transformers.OlmoForCausalLM(config).save_pretrained(folder)
+        return
+    tied = {"tie_word_embeddings": True} if family == "llama" else {}
+    config = FAMILIES[family].config(vocab_size=97 if family == "deepseek_v3" else 96, **tied)
+    easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
+    assert names[0] == names[1]
+    differing = [name for name in names[0] if not filecmp.cmp(one / name, other / name, shallow=False)]
+    assert not differing
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_ranks_write_together_what_one_process_writes(processes: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    families = {family for family, _ in MESHES[processes]}
+    for family in families:
+        make(tmp_path / family, family)
+    if processes == 2:
+        wide = FAMILIES["llama"].config(
+            vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8
+        )
+        easytorch.AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    done = run(processes, tmp_path)
+    assert done.stdout.count(" ok\n") == processes, done.stdout + done.stderr[-6000:]
+    if processes == 2:  # of which one was killed
+        assert done.stdout.count("survived") == 1, done.stdout + done.stderr[-6000:]
+    for family, axes in MESHES[processes]:
+        check_files(tmp_path, family, axes)
+
+
+def run(processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*torchrun, str(Path(__file__).with_name("saving_rank.py")), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+
+
+def check_files(folder: Path, family: str, axes: str) -> None:
+    """Byte for byte those of one process; Orbax's, which state when they were written, by orbax itself."""
+    alone = easytorch.AutoModelForCausalLM.from_pretrained(folder / family)
+    one, saved = folder / f"{family}-{axes}-one", folder / f"{family}-{axes}"
+    alone.save_pretrained(one, max_shard_size=SIZE)
+    assert (one / "model.safetensors.index.json").is_file()
+    assert_same_files(one, saved.with_name(f"{saved.name}-torch"))
+    convert(one, flax := one.with_name(f"{one.name}-flax"), to="flax", max_shard_size=SIZE)
+    assert_same_files(flax, saved.with_name(f"{saved.name}-flax"))
+    half = one.with_name(f"{one.name}-half")
+    type(alone).save_pretrained(alone.to(torch.bfloat16), half)
+    assert_same_files(half, saved.with_name(f"{saved.name}-bfloat16") / "checkpoint-3")
+    restored = orbax.checkpoint.StandardCheckpointer().restore(saved.with_name(f"{saved.name}-orbax").absolute())
+    assert_same_tree(load_tree(flax), restored)
+
+
+def assert_same_tree(expected: object, found: object) -> None:
+    if isinstance(expected, dict):
+        assert isinstance(found, dict) and expected.keys() == found.keys()
+        for key, child in expected.items():
+            assert_same_tree(child, found[key])
+        return
+    assert np.array_equal(np.asarray(expected), np.asarray(found))
+
+
+def test_a_process_alone_writes_trees_too(tmp_path: Path) -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"].config())
+    model.save_pretrained(tmp_path / "torch")
+    for to in ("flax", "flax-safetensors"):
+        model.save_pretrained(tmp_path / to, to=to)
+        convert(tmp_path / "torch", tmp_path / f"{to}-converted", to=to)
+        assert_same_files(tmp_path / f"{to}-converted", tmp_path / to)
+    model.save_pretrained(tmp_path / "orbax", to="orbax-zarr")
+    again = easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "orbax").state_dict()
+    assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
+    with pytest.raises(ValueError, match="to='gguf' must be one of torch, flax"):
+        model.save_pretrained(tmp_path / "gguf", to="gguf")
+    with pytest.raises(ValueError, match="does not go with variant"):
+        model.save_pretrained(tmp_path / "variant", to="flax", variant="fp16")
+    with pytest.raises(ValueError, match="names of its own"):
+        model.save_pretrained(tmp_path / "variant", to="flax", save_original_format=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written: File exists"):
+        model.save_pretrained(tmp_path / "file" / "below", to="flax")
