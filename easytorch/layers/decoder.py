@@ -121,6 +121,7 @@ class DecoderBackbone(_Base):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.padding_idx, self.vocab_size = padding_of(config), config.vocab_size
         self.layer_types = self.types_of_layers(config)
         check_layer_types(config, self.layer_types, self.masks_of)
         check_windows(config, self.layer_types)

@@ -28,6 +28,7 @@ class BalancedCausalLMHead(MoeCausalLMHead):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         text = text_config_of(config)
+        self.num_experts: int = getattr(text, "num_local_experts", None) or text.num_experts
         self.router_aux_loss_coef = text.router_aux_loss_coef
         self.num_experts_per_tok = text.num_experts_per_tok
 

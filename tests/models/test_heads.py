@@ -122,6 +122,8 @@ def test_an_output_is_of_transformers_class_with_its_fields_in_order(family: str
     ours.set_attn_implementation("eager")
     given = image_text_inputs(head) or {"input_ids": torch.tensor([[5, 9, 33, 71, 8]])}
     asked: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
+    if head == "Qwen3VLMoeModel" and not hasattr(transformers.modeling_outputs, "MultimodalModelOutput"):
+        pytest.skip("transformers 5.23 gives the fields in the order in which it recorded them")
     if family != "gpt2":
         asked["output_router_logits"] = True
     with torch.no_grad():
@@ -145,10 +147,20 @@ def test_what_stays_in_float32_is_transformers(family: str) -> None:
     assert given == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "mixtral", "qwen3_next", "gpt_oss", "granitemoe"])
+def test_numbers_that_code_reads_from_the_modules(family: str) -> None:
+    ours = getattr(importlib.import_module(f"easytorch.models.{family}"), CAUSAL[family])
+    with torch.device("meta"):
+        given, expected = (kind(FAMILIES[family].config()) for kind in (ours, getattr(transformers, CAUSAL[family])))
+    for one, other in ((given, expected), (given.base_model, expected.base_model)):
+        for name in ("vocab_size", "padding_idx", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+            assert not hasattr(other, name) or getattr(one, name) == getattr(other, name), name
+
+
 def test_routers_loaded_in_16_bits_choose_as_transformers_do(tmp_path: Any, make_pair: Any) -> None:
     """Kimi Linear, whose files hold its routers and time steps in float32."""
     if not transformers.KimiLinearPreTrainedModel._keep_in_fp32_modules_strict:
-        pytest.skip("transformers 5.23 keeps none of them")
+        pytest.skip("transformers 5.23 rounds the bias that balances experts, which ours keeps in float32 as 5.24 does")
     ours, theirs = make_pair("KimiLinearForCausalLM", FAMILIES["kimi_linear"].config())
     theirs.save_pretrained(tmp_path)
     loaded = [type(one).from_pretrained(tmp_path, dtype=torch.bfloat16).eval() for one in (ours, theirs)]
