@@ -1,8 +1,8 @@
 """Operators that say where a traced computation is divided over a mesh, and what is computed again.
 
 `with_sharding(x, sharding)` is x, divided over the mesh's axes, an entry a dimension: "dp,fsdp|tp|" is
-(("dp", "fsdp"), "tp", None). Its gradient is divided as it comes. `barrier(xs)` are the tensors, as a compiler does not
-know them.
+(("dp", "fsdp"), "tp", None). Its gradient is divided as it comes, or likewise if `both_ways`. `barrier(xs)` are the
+tensors, as a compiler does not know them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from easytorch.backends.partitioning import Sharding
 
 _LIBRARY = torch.library.Library("easytorch_frontend", "FRAGMENT")
-_LIBRARY.define("with_sharding(Tensor x, str sharding) -> Tensor")
+_LIBRARY.define("with_sharding(Tensor x, str sharding, bool both_ways=False) -> Tensor")
 _LIBRARY.define("barrier(Tensor[] xs) -> Tensor[]")
 
 
-def _copy(x: Tensor, sharding: str) -> Tensor:
+def _copy(x: Tensor, sharding: str, both_ways: bool = False) -> Tensor:
     return x.clone()
 
 
@@ -27,18 +27,24 @@ def _copies(xs: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in xs]
 
 
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.sharding, ctx.both_ways = inputs
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    if ctx.both_ways:
+        grad = torch.ops.easytorch_frontend.with_sharding(grad, ctx.sharding, True)
+    return grad, None, None
 
 
 _LIBRARY.impl("with_sharding", _copy, "CompositeExplicitAutograd")
 _LIBRARY.impl("barrier", _copies, "CompositeExplicitAutograd")
-torch.library.register_autograd("easytorch_frontend::with_sharding", _gradient, lib=_LIBRARY)
+torch.library.register_autograd("easytorch_frontend::with_sharding", _gradient, setup_context=_keep, lib=_LIBRARY)
 
 
-def with_sharding(x: Tensor, sharding: Sharding) -> Tensor:
-    """x, divided over the mesh like this."""
-    result: Tensor = torch.ops.easytorch_frontend.with_sharding(x, _text(sharding))
+def with_sharding(x: Tensor, sharding: Sharding, *, both_ways: bool = False) -> Tensor:
+    """x, divided over the mesh like this; both_ways: its gradient too."""
+    result: Tensor = torch.ops.easytorch_frontend.with_sharding(x, _text(sharding), both_ways)
     return result
 
 

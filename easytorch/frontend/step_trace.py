@@ -151,7 +151,13 @@ def _updated(
 
 
 def _gathered(spec: StepSpec, name: str, value: Tensor) -> Tensor:
-    return with_sharding(value, spec.gathered[name]) if name in spec.gathered else value
+    if name not in spec.gathered:
+        return value
+    gathered, stored = spec.gathered[name], spec.stored.get(name, ())
+    # Experts over "ep" that are stored over "ep" and "fsdp": XLA would bring the gradients of all experts to each
+    # device, and take its part of them, if it were not told that they come divided over "ep".
+    shared = any(kept and kept != own for kept, own in zip(gathered, stored, strict=False))
+    return with_sharding(value, gathered, both_ways=shared)
 
 
 def _precision(spec: StepSpec) -> contextlib.AbstractContextManager[Any]:

@@ -62,4 +62,4 @@ def balanced(
 
 
 def _placed(x: Tensor, sharding: Any, axes: Mapping[str, int]) -> Tensor:
-    return with_sharding(x, sharding) if any(size > 1 for size in axes.values()) else x
+    return with_sharding(x, sharding, both_ways=True) if any(size > 1 for size in axes.values()) else x

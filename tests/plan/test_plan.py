@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ TINY: dict[str, Any] = {
     "v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 DENSE, EXPERTS = 1_000, 10_000
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -156,3 +160,27 @@ def test_slices_have_the_chips_that_are_asked_for() -> None:
     assert tpu_slice(24) is None or tpu_slice(24) == "2x2x6"
     assert [tpu_slice(count, "v6e") for count in (1, 8, 24, 256, 512)] == ["2x2", "2x4", "4x8", "16x16", None]
     assert all(device.usable < device.memory for device in DEVICES.values())
+
+
+def test_gradients_of_experts_stay_with_their_devices() -> None:
+    """Stored over "ep" and "fsdp": told nothing of the first, XLA brought the gradients of all experts to each device."""
+    script = (
+        "import re, sys\n"
+        "from easytorch.backends.xla import aot\n"
+        "from easytorch.plan import make_plan\n"
+        "from easytorch.plan.shapes import config_of\n"
+        "count = aot.count_collectives\n"
+        "texts = []\n"
+        "aot.count_collectives = lambda text: (texts.append(text), count(text))[1]\n"
+        f"make_plan(config_of({ {**TINY, 'num_hidden_layers': 1, 'first_k_dense_replace': 0, 'n_routed_experts': 8}!r}),\n"
+        "    'fsdp=2,ep=2', 'v5p', sequence_length=8, compiler='cpu')\n"
+        "gathers = re.findall(r'= f32\\[([\\d,]+)\\]\\S* all-gather', texts[0])\n"
+        "assert '4,32,32' in gathers, gathers  # the experts of a place of ep, from those that share it\n"
+        "whole = [one for one in gathers if one in ('8,32,32', '8,16,32', '8,32,16')]\n"
+        "assert not whole, gathers\n"
+    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **flags}, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

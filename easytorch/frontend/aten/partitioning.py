@@ -11,7 +11,7 @@ from easytorch.frontend.registry import lowering
 
 
 @lowering(torch.ops.easytorch_frontend.with_sharding.default)
-def with_sharding(ctx: Context, x: Op, sharding: str) -> Op:
+def with_sharding(ctx: Context, x: Op, sharding: str, both_ways: bool = False) -> Op:
     """x, divided so; of a computation on one device x itself."""
     if ctx.builder.graph.mesh is None:
         return x
