@@ -163,7 +163,8 @@ def test_slices_have_the_chips_that_are_asked_for() -> None:
 
 
 def test_gradients_of_experts_stay_with_their_devices() -> None:
-    """Stored over "ep" and "fsdp": told nothing of the first, XLA brought the gradients of all experts to each device."""
+    """Stored over ep and fsdp: told nothing of the first, XLA brought the gradients of all experts to each device."""
+    config = {**TINY, "num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 8}
     script = (
         "import re, sys\n"
         "from easytorch.backends.xla import aot\n"
@@ -172,15 +173,13 @@ def test_gradients_of_experts_stay_with_their_devices() -> None:
         "count = aot.count_collectives\n"
         "texts = []\n"
         "aot.count_collectives = lambda text: (texts.append(text), count(text))[1]\n"
-        f"make_plan(config_of({ {**TINY, 'num_hidden_layers': 1, 'first_k_dense_replace': 0, 'n_routed_experts': 8}!r}),\n"
-        "    'fsdp=2,ep=2', 'v5p', sequence_length=8, compiler='cpu')\n"
+        f"make_plan(config_of({config}), 'fsdp=2,ep=2', 'v5p', sequence_length=8, compiler='cpu')\n"
         "gathers = re.findall(r'= f32\\[([\\d,]+)\\]\\S* all-gather', texts[0])\n"
         "assert '4,32,32' in gathers, gathers  # the experts of a place of ep, from those that share it\n"
         "whole = [one for one in gathers if one in ('8,32,32', '8,16,32', '8,32,16')]\n"
         "assert not whole, gathers\n"
     )
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **flags}, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env={**os.environ, **flags}, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
