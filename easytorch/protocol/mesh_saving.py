@@ -17,7 +17,6 @@ from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.adapters import adapter_names
 from easytorch.protocol.dtypes import dtype_of
 from easytorch.protocol.reference_arguments import folder_of
-from easytorch.protocol.saving_by_parts import save_by_parts
 
 # Arguments of transformers' that are of a model in one process.
 _OF_ONE = ("push_to_hub", "variant", "distributed_checkpoint")
@@ -28,10 +27,15 @@ def is_sharded(model: Any) -> bool:
     return mesh_of(model) is not None and getattr(model.config, "distributed_config", None) is None
 
 
+def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `save_sharded` takes a call of `save_pretrained` with these arguments."""
+    return kwargs.get("to", "torch") != "torch" or (kwargs.get("state_dict") is None and is_sharded(model))
+
+
 def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:
     """`save_pretrained` of a class of transformers', sharded or not."""
     save = functools.partial(type(model).save_pretrained, model, save_directory)
-    if kwargs.get("to", "torch") != "torch" or (is_sharded(model) and kwargs.get("state_dict") is None):
+    if by_ranks(model, kwargs):
         return save_sharded(model, save_directory, save, kwargs)
     kwargs.pop("to", None)
     return save(**kwargs)
@@ -60,6 +64,8 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     original = given.pop("save_original_format", True)
     size = given.pop("max_shard_size", "50GB")
     folder = folder_of(save_directory, step)
+
+    from easytorch.protocol.saving_by_parts import save_by_parts  # which loads the bridge's formats
 
     wanted = None if dtype is None else dtype_of(dtype)
     save_by_parts(model, folder, mesh=mesh, to=to, max_shard_size=size, dtype=wanted, original=original)

@@ -83,7 +83,7 @@ class ModuleMixin(_Base):
         """
         lazy.require_memory(self, "save_pretrained", by_transformers=True)
         adapters.check_savable(self)
-        if to != "torch" or (mesh_saving.is_sharded(self) and kwargs.get("state_dict") is None):
+        if mesh_saving.by_ranks(self, {**kwargs, "to": to}):
             reference_arguments.refuse_jax(gather_fns=gather_fns)
             kwargs |= {"float_dtype": float_dtype, "step": step, "to": to}
             save = functools.partial(self.save_pretrained, save_directory)

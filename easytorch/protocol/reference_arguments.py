@@ -131,14 +131,22 @@ def save_pretrained(
     theirs: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """transformers' `save_pretrained`. float_dtype: of the floating tensors in the files; the model keeps its own.
-    step: the folder is `save_directory/checkpoint-<step>`, as transformers' Trainer names it.
+    """transformers' `save_pretrained`, and with `to="flax"` and others the formats that native models write.
+
+    float_dtype: of the floating tensors in the files; the model keeps its own. step: the folder is
+    `save_directory/checkpoint-<step>`, as transformers' Trainer names it.
 
     `ValueError` for `gather_fns`. theirs: the method to call, the class's by default.
     """
     refuse_jax(gather_fns=gather_fns)
     require_memory(model, "save_pretrained", by_transformers=True)
     check_savable(model)
+    from easytorch.protocol import mesh_saving  # which imports this module
+
+    if theirs is None and mesh_saving.by_ranks(model, kwargs):
+        given = {**kwargs, "push_to_hub": push_to_hub, "token": token, "float_dtype": float_dtype, "step": step}
+        save = functools.partial(type(model).save_pretrained, model, save_directory)
+        return mesh_saving.save_sharded(model, save_directory, save, given)
     folder = folder_of(save_directory, step)
     if token is not None:
         kwargs["token"] = token

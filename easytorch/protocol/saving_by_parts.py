@@ -43,6 +43,7 @@ from easytorch.protocol.saved_names import SavedNames
 
 FORMATS = ("torch", "flax", "flax-safetensors", "orbax", "orbax-zarr")
 _TIES = "tie_word_embeddings"
+_MADE = ".saved"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|flax_model)(-\d{5}-of-\d{5})?\.(safetensors|msgpack)(\.index\.json)?")
 
@@ -59,11 +60,12 @@ def save_by_parts(
 ) -> None:
     """Write `model` into `directory`. Each rank of `mesh` calls this; without one the process writes all.
 
-    What else is in the folder stays, but for the weights of an earlier save. Ranks that do not see the folder's disk
-    send their parts and write nothing. An error leaves the folder as it was, and is the same `CheckpointError` in each
-    rank. to: of `FORMATS`, as in
-    `easytorch.bridge.convert`. max_shard_size: of a file; a tensor that is larger has one of its own. dtype: of the
-    floating point tensors in the files. original: whether tensors have the names that checkpoints on the Hub have.
+    What else is in the folder stays, but for the weights of an earlier save; a folder whose place no other can take (a
+    mount, the working directory) gets the files one by one when all are written. Ranks that do not see the folder's
+    disk send their parts and write nothing. An error leaves the folder as it was, and is the same `CheckpointError` in
+    each rank. to: of `FORMATS`, as in `easytorch.bridge.convert`. max_shard_size: of a file; a larger tensor has
+    one of its own. dtype: of the floating point tensors in the files. original: whether tensors have the names that
+    checkpoints on the Hub have.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} must be one of {', '.join(FORMATS)}; `easytorch convert` writes the others")
@@ -113,16 +115,19 @@ class _Saving:
 
     def run(self) -> None:
         with ExitStack() as staging, _readable_errors(self.path, self.group):
+            self.stays = any(exchanged(self.group, _stays(self.path)))
             folder = self._staging_folder(staging)
             planned = self._torch() if self.to == "torch" else self._tree()
             self._write(folder, planned)
             together(self.group, lambda: self._complete(folder, planned) if self.first else None)
             # renamed before any rank goes on
-            together(self.group, staging.close)
+            together(self.group, lambda: self._publish(staging) if self.first else None)
 
     def _staging_folder(self, staging: ExitStack) -> Path:
+        made = self.path / _MADE if self.stays else self.path
+
         def enter() -> Path | None:
-            return staging.enter_context(staged(self.path, replace=True)).folder if self.first else None
+            return staging.enter_context(staged(made, replace=True)).folder if self.first else None
 
         folder = together(self.group, enter)[0]
         assert isinstance(folder, Path)
@@ -226,7 +231,13 @@ class _Saving:
                 content["dtype"] = _name_of(self.dtype)
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         planned.finish(folder, ReaderSource(planned.reader, None))
-        _carry_over(self.path, folder)
+        if not self.stays:
+            _carry_over(self.path, folder)
+
+    def _publish(self, staging: ExitStack) -> None:
+        staging.close()
+        if self.stays:
+            _move_into(self.path / _MADE, self.path)
 
 
 def _write_config(model: Any, folder: Path) -> None:
@@ -270,6 +281,26 @@ def _carry_over(old: Path, new: Path) -> None:
             (new / entry.name).symlink_to(os.readlink(entry))
         else:
             _link(entry, new / entry.name)
+
+
+def _stays(path: Path) -> bool:
+    """Whether a folder cannot be exchanged for another."""
+    if not path.is_dir():
+        return False
+    return os.path.ismount(path) or Path.cwd().is_relative_to(path) or not os.access(path.parent, os.W_OK)
+
+
+def _move_into(made: Path, folder: Path) -> None:
+    """Files of weights first, their index last, then what is left of an earlier save goes."""
+    names = sorted((entry.name for entry in made.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+    for name in names:
+        if (folder / name).is_dir() and (made / name).is_dir():
+            shutil.rmtree(folder / name)
+        (made / name).replace(folder / name)
+    made.rmdir()
+    for entry in folder.iterdir():
+        if _WEIGHTS.fullmatch(entry.name) and entry.name not in names:
+            entry.unlink()
 
 
 def _link(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:

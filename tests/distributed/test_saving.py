@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import easytorch
+from easytorch import protocol
 from easytorch.bridge.convert import convert
 from easytorch.bridge.load_tree import load_tree
 from tests.distributed.saving_rank import MESHES, SIZE
@@ -93,6 +94,20 @@ def assert_same_tree(expected: object, found: object) -> None:
             assert_same_tree(child, found[key])
         return
     assert np.array_equal(np.asarray(expected), np.asarray(found))
+
+
+def test_a_folder_that_cannot_be_exchanged_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    model.save_pretrained(".", to="flax", max_shard_size=SIZE)
+    assert Path("flax_model.msgpack.index.json").is_file() and Path("notes.txt").is_file()
+    protocol.save_pretrained(model.to_torch(), ".", to="flax", step=None)
+    assert {one.name for one in Path().iterdir()} == {
+        "config.json", "generation_config.json", "flax_model.msgpack", "notes.txt",
+    }  # fmt: skip
+    again = easytorch.AutoModelForCausalLM.from_pretrained(".").state_dict()
+    assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
 
 
 def test_a_process_alone_writes_trees_too(tmp_path: Path) -> None:
