@@ -22,6 +22,10 @@ def test_losses_equal_the_cpus_and_a_step_is_one_program():
     run("spmd_losses.py")
 
 
+def test_steps_of_further_blocks_equal_the_cpus():
+    run("spmd_blocks.py", "latent", "recurrent", "encoder-decoder")  # "delta" compiles for long
+
+
 def test_models_load_over_a_mesh_and_are_saved(tmp_path):
     run("spmd_loading.py", str(tmp_path))
 
