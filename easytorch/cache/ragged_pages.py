@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,6 +144,18 @@ class RaggedPagesMetadata:
             raise ValueError(f"the cache is no RaggedPagesCache of this metadata, but {type(cache).__name__}")
 
 
+class _Tokens(NamedTuple):
+    """Tokens [start, end) of every row, in the pages of `tables`: their slots (rows * tokens,) in the pool, and the
+    context_lens (rows,) and query_start_loc (rows + 1,) of `ragged_page_attention`."""
+
+    tables: Tensor
+    start: int
+    end: int
+    slots: Tensor
+    lens: Tensor
+    starts: Tensor
+
+
 class RaggedPagesCache(Cache):
     """Keys and values of all layers in the pages of one pool; a transformers `Cache` of rows of one length.
 
@@ -156,6 +168,7 @@ class RaggedPagesCache(Cache):
         self.metadata, self.device = metadata, torch.device(device)
         self.table = PageTable(metadata.num_pages, metadata.page_size)
         self._tables: Tensor | None = None
+        self._newest: _Tokens | None = None
         self._places = {index: place for place, index in enumerate(metadata.layers)}
         layers: list[Any] = [_Layer(self, index) for index in metadata.layers]
         super().__init__(layers=layers)
@@ -201,10 +214,10 @@ class RaggedPagesCache(Cache):
         if key is not None and value is not None:
             layer.write(key, value)
         batch, _, length, _ = query.shape
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        tokens = self.tokens(batch, layer.length - length, layer.length)
         output = _ATTENTION(
-            query.transpose(1, 2).flatten(0, 1), layer.key_pages, layer.value_pages, self.context_lens(layer_idx),
-            self.block_tables, starts, **features,
+            query.transpose(1, 2).flatten(0, 1), layer.key_pages, layer.value_pages, tokens.lens, tokens.tables,
+            tokens.starts, **features,
         )  # fmt: skip
         attended: Tensor = output.attention_outputs.unflatten(0, (batch, length))
         return attended
@@ -219,11 +232,22 @@ class RaggedPagesCache(Cache):
         if not fit(pools, dtype, sizes):
             return None
         end = layer.length + length
-        slots = layer.allocate(rows, end)
-        lens = torch.full((rows,), end, dtype=torch.int32)
-        starts = torch.arange(rows + 1, dtype=torch.int32) * length
-        made = PageSlots(*pools, slots, lens, self.block_tables, starts)
+        tokens = layer.allocate(rows, end)
+        made = PageSlots(*pools, tokens.slots, tokens.lens, tokens.tables, tokens.starts)
         return Pages(made, lambda: setattr(layer, "length", end))
+
+    def tokens(self, rows: int, start: int, end: int) -> _Tokens:
+        """Tokens [start, end) of every row, which have pages; made once for all layers of a call."""
+        newest, tables = self._newest, self.block_tables
+        if newest is not None and newest.tables is tables and (newest.start, newest.end) == (start, end):
+            return newest
+        size = self.metadata.page_size
+        places = torch.arange(start, end, device=self.device)
+        slots = (tables[:, places // size].long() * size + places % size).flatten()
+        lens = torch.full((rows,), end, dtype=torch.int32, device=self.device)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * (end - start)
+        self._newest = _Tokens(tables, start, end, slots, lens, starts)
+        return self._newest
 
     def reserve(self, rows: int, start: int, end: int) -> None:
         """Allocates pages for tokens [start, end) of every row; the first call sets the number of rows."""
@@ -313,17 +337,15 @@ class _Layer(CacheLayerMixin):
                 f"gives {(key.shape[1], key.shape[-1], value.shape[-1])} in {key.dtype}"
             )
         end = self.length + key.shape[2]
-        slots = self.allocate(key.shape[0], end)
+        slots = self.allocate(key.shape[0], end).slots
         key_rows, value_rows = (one.transpose(1, 2).flatten(0, 1) for one in (key, value))
         write_pages(self.key_pages, self.value_pages, key_rows, value_rows, slots)
         self.length = end
 
-    def allocate(self, rows: int, end: int) -> Tensor:
-        """The slots of tokens [length, end) of every row, (rows * tokens,), in pages of their own."""
+    def allocate(self, rows: int, end: int) -> _Tokens:
+        """Tokens [length, end) of every row, in pages of their own."""
         self.cache.reserve(rows, self.length, end)
-        size = self.cache.metadata.page_size
-        places = torch.arange(self.length, end, device=self.device)
-        return (self.cache.block_tables[:, places // size].long() * size + places % size).flatten()
+        return self.cache.tokens(rows, self.length, end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.write(key_states, value_states)

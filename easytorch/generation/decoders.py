@@ -14,6 +14,7 @@ from easytorch.cache.static import LEAST_CACHE, LINEAR, bucket, full_static_cach
 from easytorch.cache_names import CACHE, cache_argument
 from easytorch.generation.model_layers import layers_of
 from easytorch.generation.sampling import Sampler
+from easytorch.layers.config import scales_by_slot
 
 # The least length of a padded prompt.
 _LEAST_PROMPT = 16
@@ -65,9 +66,7 @@ def static_refusal(model: CausalLM) -> str | None:
 
 def static_lengths(model: CausalLM, prompt: int, max_new_tokens: int) -> tuple[int, int]:
     """Of the padded prompt, and of the cache."""
-    # Llama 4 scales queries by their slots in the cache, which more padding would move
-    by_slot = getattr(model.config.get_text_config(), "attn_temperature_tuning", False)
-    length = prompt if by_slot else bucket(prompt, _LEAST_PROMPT)
+    length = prompt if scales_by_slot(model.config) else bucket(prompt, _LEAST_PROMPT)
     return length, bucket(length + max_new_tokens, LEAST_CACHE)
 
 

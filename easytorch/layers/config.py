@@ -24,6 +24,11 @@ def config_of_layer(config: Any, layer: int | str) -> Any:
     return config.per_layer_config[layer] if config.is_heterogeneous else config
 
 
+def scales_by_slot(config: Any) -> bool:
+    """Whether queries are scaled by their slots in the cache, which padding moves, as Llama 4's are."""
+    return bool(getattr(config.get_text_config(decoder=True), "attn_temperature_tuning", False))
+
+
 def wants_attentions(config: Any) -> bool:
     """`config.output_attentions`; False for a config without it."""
     if getattr(type(config), "output_attentions", None) is _OUTPUT_ATTENTIONS:

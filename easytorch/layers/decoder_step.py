@@ -109,10 +109,7 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
         return None
     # looked at one by one above: `contract.resolve` takes as long as a small product
     call = AttentionCall(mask=mask, sinks=sinks, scale=scale, softcap=softcap)
-    attention.observed(module)
-    attended = cpu.attention_step(x, weights, positions, slot, call)
-    target.written()
-    return attended
+    return _attended(module, target, cpu.attention_step, x, weights, positions, slot, call)
 
 
 def _over_pages(
@@ -145,9 +142,15 @@ def _over_pages(
         sinks=sinks, scale=module.scaling, left=None if window is None else window - 1, right=0,
         softcap=features.get("softcap"),
     )  # fmt: skip
-    attended = cpu.attention_step_pages(rows, weights, positions, pages.slots, call)
-    pages.written()
-    return attended.view(x.shape)
+    return _attended(module, pages, cpu.attention_step_pages, rows, weights, positions, pages.slots, call).view(x.shape)
+
+
+def _attended(module: Any, memory: Any, step: Callable[..., Tensor], *given: Any) -> Tensor:
+    """`step`, reported as our attention of `module`, and to the cache whose `memory` it has `written`."""
+    attention.observed(module)
+    attended = step(*given)
+    memory.written()
+    return attended
 
 
 def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from easytorch.cache.static import LEAST_CACHE, bucket, changes_on_the_device_alone, full_static_cache, reads_little
 from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.captured_step import CapturedStep, StaticInputs
+from easytorch.layers.config import scales_by_slot
 from easytorch.layers.cuda_graph import GraphPool, graph_of
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.kept_steps import KeptSteps
@@ -154,7 +155,7 @@ def also_captured(model_class: Any) -> None:
 def _rounded(model: Any, input_ids: Tensor, length: int) -> int:
     """A length of the cache that other calls have too, where one of it is small beside the weights still."""
     longer = bucket(length, LEAST_CACHE)
-    by_slot = getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False)
+    by_slot = scales_by_slot(model.config)
     return longer if not by_slot and reads_little(model, input_ids.shape[0], longer) else length
 
 

@@ -13,6 +13,7 @@ from easytorch.cache import RaggedPagesCache, RaggedPagesMetadata
 from easytorch.generation.engine import Engine, SamplingParams
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decoder_step import cpu
+from easytorch.layers import attention
 from easytorch.models.llama import LlamaAttention
 from tests.models.test_decoder_step import IDS, LAYERS, TAKEN, by_modules, generated, model, of_any_size
 
@@ -133,6 +134,34 @@ def test_generation_over_a_cache_of_pages(settings: dict[str, Any], calls: list[
     assert not calls
     assert torch.equal(run(), expected)
     assert calls
+
+
+def test_the_slots_of_a_token_are_made_once_for_all_layers(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And anew for other pages, as beams take at each token."""
+    made: list[Any] = []
+    tokens = RaggedPagesCache.tokens
+
+    def seen(*given: Any) -> Any:
+        made.append(tokens(*given))
+        return made[-1]
+
+    monkeypatch.setattr(RaggedPagesCache, "tokens", seen)
+    one = model("qwen3")
+    generated(one, IDS[:1], torch.ones_like(IDS[:1]), NEW, past_key_values=cache_of(one), do_sample=False)
+    assert calls and len(made) >= LAYERS * NEW and len({id(found) for found in made}) == NEW
+
+
+def test_attention_over_pages_is_reported(calls: list[tuple[int, ...]]) -> None:
+    one, reported = model(), []
+    attention.OBSERVERS.append(reported.append)
+    try:
+        of_engine(one)
+    finally:
+        attention.OBSERVERS.remove(reported.append)
+    layers = [layer.self_attn for layer in one.model.layers]
+    assert calls and len(reported) % LAYERS == 0 and reported[-LAYERS:] == layers
 
 
 def test_what_looks_between_the_modules_runs_them(calls: list[tuple[int, ...]]) -> None:
