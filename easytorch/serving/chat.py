@@ -17,13 +17,16 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, 
     """The tokens of a conversation, with the generation prompt. more: further arguments of the template."""
     if not tokenizer.chat_template:
         raise APIError(400, "this model's tokenizer has no chat template; use /v1/completions")
-    conversation = [_plain(message) for message in messages]
     given = dict(more or {})
     # the tokenizer's own arguments: a template of the client's would run for as long as it likes
     if reserved := given.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
         raise APIError(400, f"chat_template_kwargs: {min(reserved)!r} cannot be set by a request")
     try:
+        conversation = [_plain(message) for message in messages]
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **given)
+    except RecursionError as error:
+        message = "messages or chat_template_kwargs are nested too deeply for the chat template"
+        raise APIError(400, message, param="messages") from error
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # a template may raise any exception
         raise APIError(400, f"the chat template refuses these messages: {error}", param="messages") from error
     tokens: list[int] = tokenizer(checked_text(text), add_special_tokens=False)["input_ids"]

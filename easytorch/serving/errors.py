@@ -54,11 +54,6 @@ def add_handlers(app: FastAPI) -> None:
     async def handle_http_error(request: Request, error: HTTPException) -> Response:
         return APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
-    @app.exception_handler(RecursionError)
-    async def handle_recursion(request: Request, error: RecursionError) -> Response:
-        # of a chat template, or of what reads the values that a request gives it
-        return APIError(400, "the body is nested too deeply").response()
-
     @app.exception_handler(Exception)
     async def handle_unexpected_error(request: Request, error: Exception) -> Response:
         return APIError(500, f"the server failed ({type(error).__name__}); see its log").response()

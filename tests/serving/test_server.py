@@ -11,9 +11,10 @@ import openai
 import pytest
 import torch
 
-from easytorch.generation.engine import LLM, Engine, SamplingParams
+from easytorch.generation.engine import LLM, Engine, SamplingParams, StructuredOutputsParams
 from easytorch.serving.app import create_app
 from easytorch.serving.chat import chat_prompt
+from easytorch.serving.errors import APIError
 from easytorch.serving.limits import Limits
 from easytorch.serving.schemas import Message
 from tests.serving.conftest import serving
@@ -358,6 +359,19 @@ def test_health_and_metrics(client, address):
     assert int(values['easytorch_http_requests_total{path="/v1/completions",status="200"}']) > 0
     assert "made-up" not in "".join(values), "nobody can add names"
     assert int(values['easytorch_http_requests_total{path="other",status="404"}']) > 0
+
+
+def test_what_is_nested_too_deeply_is_said_where_it_is_read(tokenizer):
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    loose = copy.copy(tokenizer)
+    loose.chat_template = "{{ given | tojson }}"
+    with pytest.raises(APIError, match="messages or chat_template_kwargs are nested too deeply"):
+        chat_prompt(loose, [Message(role="user", content="x")], {"given": deep})
+    for schema in ("[" * 5000, {"enum": deep}):
+        with pytest.raises(ValueError, match="the JSON schema is nested too deeply"):
+            StructuredOutputsParams(json=schema)
 
 
 def test_a_conversation_has_the_special_tokens_of_its_template_alone():

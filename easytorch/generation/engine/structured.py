@@ -154,10 +154,14 @@ def _schema(given: Any) -> Any:
             schema = json.loads(given)
         except json.JSONDecodeError as error:
             raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError("the JSON schema is nested too deeply") from error
     if not isinstance(schema, Mapping):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
     try:
         json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("the JSON schema is nested too deeply") from error
     return schema
