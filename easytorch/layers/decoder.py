@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
@@ -193,7 +194,9 @@ class DecoderBackbone(_Base):
         if (places := getattr(cache, "positions", None)) is not None:  # of a step over pages
             found: torch.Tensor = places
             return found
-        past = cache.get_seq_length() if cache is not None else 0
+        # a cache of states alone has no count of its tokens, and its layers need no positions
+        states = cache is None or (cache.layers and not any(isinstance(one, CacheLayerMixin) for one in cache.layers))
+        past = 0 if cache is None or states else cache.get_seq_length()
         return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

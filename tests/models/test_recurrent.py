@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import easytorch
+from easytorch.cache_names import CACHE, cache_of
 from easytorch.generation import generate_tokens
 from easytorch.layers.recurrent import convolve
 from tests.models.families import CAUSAL, FAMILIES, RECURRENT
@@ -192,3 +193,50 @@ def test_residuals_have_the_dtype_that_the_config_says(family, wide, make_pair) 
         found.append([one.dtype for one in states])
     assert found[0] == found[1]
     assert (torch.float32 in found[0]) == wide
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "kimi_linear"])
+def test_a_hybrid_without_attention_continues_from_its_cache(name) -> None:
+    """Which has no count of tokens: transformers' Qwen3-Next raises there."""
+    config = FAMILIES[name].config()
+    config.layer_types = ["linear_attention"] * len(config.layer_types)
+    torch.manual_seed(0)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=mask, use_cache=False).logits[:, -4:]
+        outputs = model(IDS[:, :7], attention_mask=mask[:, :7], use_cache=True)
+        found = [outputs.logits[:, -1:]]
+        for place in range(7, 10):
+            given = {CACHE: cache_of(outputs), "attention_mask": mask[:, : place + 1]}
+            outputs = model(IDS[:, place : place + 1], **given)
+            found.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_guidance_is_that_of_two_forwards(name, make_pair) -> None:
+    """transformers' Mamba 1 multiplies its second context's token by the mask of all tokens."""
+    model, _ = models(make_pair, name)
+    scale, tokens, other = 3.0, IDS[:1], IDS[1:, :3]
+    with torch.no_grad():
+        for _ in range(6):
+            given, against = (model(one, use_cache=False).logits[:, -1].log_softmax(-1) for one in (tokens, other))
+            chosen = (against + scale * (given - against)).argmax(-1, keepdim=True)
+            tokens, other = torch.cat([tokens, chosen], 1), torch.cat([other, chosen], 1)
+    settings = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(IDS[:1], guidance_scale=scale, negative_prompt_ids=IDS[1:, :3], **settings)
+    assert torch.equal(found, tokens)
+
+
+def test_nemotron_h_bounds_the_step_of_one_token_as_of_a_prompt() -> None:
+    """transformers' does so in prompts alone, so that its decoding differs from its own forward."""
+    config = FAMILIES["nemotron_h"].config(time_step_min=0.5)
+    torch.manual_seed(0)
+    model = easytorch.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits[:, -1]
+        cache = cache_of(model(IDS[:, :-1], use_cache=True))
+        found = model(IDS[:, -1:], **{CACHE: cache}).logits[:, -1]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
