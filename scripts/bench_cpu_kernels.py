@@ -415,7 +415,7 @@ def recurrent() -> dict[str, Any]:
                 operation = OperationRegistry.create(name, OperationMetadata(backend=backend))
                 ways[backend] = lambda _, run=operation, given=given: run(*given)
             found[f"{name} T{tokens}"] = medians(ways, max(1, 64 // tokens), rounds=5)
-            if name == "ssm2" or tokens == 1:
+            if tokens == 1:
                 continue
             leaves = [x.clone().requires_grad_() for x in given]
 

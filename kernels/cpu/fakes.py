@@ -203,6 +203,33 @@ def ssm2(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *given: Any) -> tuple[Tens
 
 
 @_fake
+def ssm2_training(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, heads, width = x.shape
+    return _like(x), _states(x, batch, heads, width, B.shape[3]), _like(z, torch.float32)
+
+
+@_fake
+def ssm2_backward(
+    grad: Tensor, final_grad: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor,
+    *given: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, _, heads, width = x.shape
+    wide = (_like(dt, torch.float32), _like(A, torch.float32))
+    of_z = _like(z) if z.dim() == 4 else _like(z, torch.float32)
+    return (
+        _like(x),
+        *wide,
+        _like(B),
+        _like(C),
+        _like(D, torch.float32),
+        of_z,
+        _states(x, batch, heads, width, B.shape[3]),
+    )
+
+
+@_fake
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ void register_rotary(Library& library);
 void register_ssm1(Library& library);
 void register_ssm1_backward(Library& library);
 void register_ssm2(Library& library);
+void register_ssm2_backward(Library& library);
 
 namespace {
 
@@ -53,6 +54,7 @@ struct Registration {
     register_ssm1(library);
     register_ssm1_backward(library);
     register_ssm2(library);
+    register_ssm2_backward(library);
   }
   Library library;
 };

@@ -2,6 +2,7 @@
 #include "cpu_delta.h"
 
 #include "../cpu/levels.h"
+#include "../cpu/subnormals.h"
 #include "../cpu/tasks.h"
 #include "cpu_delta_call.h"
 
@@ -32,6 +33,7 @@ void gated_delta_rule(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t heads = few ? call.value_heads : call.heads, shared = call.value_heads / heads;
   const int64_t work = call.length * call.key_width * call.value_width * shared / 4;
   run_tasks(call.batch * heads, work, functions.scratch(&call), [&](int64_t task, float* scratch) {
+    const FlushSubnormals flushed;
     (few ? functions.step : functions.chunks)(&call, task / heads, task % heads, scratch);
   });
   stack[0] = output.release();

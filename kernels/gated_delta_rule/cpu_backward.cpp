@@ -2,6 +2,7 @@
 #include "cpu_delta_backward.h"
 
 #include "../cpu/levels.h"
+#include "../cpu/subnormals.h"
 #include "../cpu/tasks.h"
 #include "cpu_delta_call.h"
 
@@ -37,6 +38,7 @@ void gated_delta_rule_backward(uint64_t* stack, uint64_t, uint64_t) {
   const DeltaGradient& functions = delta_gradient_of(level);
   const int64_t each = call.length * call.key_width * call.value_width * (call.value_heads / call.heads);
   run_tasks(call.batch * call.heads, each, functions.scratch(&work), [&](int64_t task, float* scratch) {
+    const FlushSubnormals flushed;
     functions.run(&work, task / call.heads, task % call.heads, scratch);
   });
   stack[0] = of_query.release(), stack[1] = of_key.release(), stack[2] = of_value.release();

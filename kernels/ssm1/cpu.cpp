@@ -2,6 +2,7 @@
 #include "cpu_scan.h"
 
 #include "../cpu/levels.h"
+#include "../cpu/subnormals.h"
 #include "../cpu/tasks.h"
 #include "cpu_scan_call.h"
 
@@ -34,6 +35,7 @@ void ssm1(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t blocks = (call.channels + sizes.channels - 1) / sizes.channels;
   const auto function = call.length <= FEW ? functions.step : functions.scan;
   run_tasks(call.batch * blocks, call.length * sizes.channels * call.state, sizes.scratch, [&](int64_t task, float* scratch) {
+    const FlushSubnormals flushed;
     function(&call, task / blocks, task % blocks * sizes.channels, scratch);
   });
   stack[0] = output.release();

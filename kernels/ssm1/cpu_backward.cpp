@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../cpu/levels.h"
+#include "../cpu/subnormals.h"
 #include "../cpu/tasks.h"
 #include "cpu_scan_call.h"
 
@@ -45,6 +46,7 @@ void ssm1_backward(uint64_t* stack, uint64_t, uint64_t) {
   work.grad_A = of_sequences.get();
   const int64_t each = rows * sizes.channels * blocks / lanes;
   run_tasks(call.batch * lanes, each, sizes.scratch, [&](int64_t task, float* scratch) {
+    const FlushSubnormals flushed;
     const int64_t b = task / lanes, lane = task % lanes;
     float* const memory = of_lanes.get() + task * 2 * rows;
     for (int64_t block = lane * blocks / lanes; block < (lane + 1) * blocks / lanes; ++block) {

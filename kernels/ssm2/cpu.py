@@ -1,5 +1,5 @@
 """The scan of Mamba-2 by the operator in C++ (cpu*.cpp here): chunks are matrix products in the caches, and a single
-token is one pass over the state. Inference only."""
+token is one pass over the state; its gradient computes the states before the chunks again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.cpu.recurrences import refusal_of_sequences, state_space_tensors
+from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.ssm2 import cpu_gradient
 from easytorch.kernels.ssm2.native import NO_LIMIT, check_arguments
 
 
@@ -15,7 +17,8 @@ def supports(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
              dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = NO_LIMIT,
              initial_state: Tensor | None = None, segment_ids: Tensor | None = None) -> str | None:  # fmt: skip
     """None when `ssm2` takes this call, else the reason. The first call may build the library."""
-    return refusal_of_sequences((x, dt, A, B, C, D, z, dt_bias, initial_state), segment_ids, (x, B))
+    given = (x, dt, A, B, C, D, z, dt_bias, initial_state)
+    return refusal_of_sequences(given, segment_ids, (x, B), gradients=True)
 
 
 def ssm2(
@@ -49,6 +52,10 @@ def run(
     level: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ssm2` without its checks."""
+    if recording(x, dt, A, B, C, D, z, dt_bias, initial_state):
+        return cpu_gradient.ssm2(
+            x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state, segment_ids, level
+        )
     outputs: tuple[Tensor, Tensor] = torch.ops.easytorch_cpu.ssm2.default(
         *state_space_tensors(x, dt, A, B, C, D, z, dt_bias, initial_state, segment_ids),
         dt_softplus,

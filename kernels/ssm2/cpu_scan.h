@@ -15,6 +15,7 @@ struct Ssm2Call {
   const float* initial;  // (B, H, P, N), or null
   float* final;          // (B, H, P, N)
   void* output;          // (B, T, H, P) of x's dtype, contiguous
+  float* plain;          // (B, T, H, P): the outputs before the gate, or null
   float* scores;         // of every (b, group, chunk) C B^T, `scores_size` numbers
 };
 

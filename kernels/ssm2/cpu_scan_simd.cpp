@@ -1,16 +1,8 @@
 // The scan of Mamba-2, in chunks whose outputs and states are products: section 6 of https://arxiv.org/abs/2405.21060.
-#include "cpu_scan.h"
-
-#include "../cpu/functions.h"
 #include "../cpu/product.h"
-#include "../cpu/rows.h"
+#include "cpu_chunk.h"
 
 namespace {
-
-// Tokens of a chunk: a multiple of the tile sizes of every instruction set.
-constexpr int64_t CHUNK = 48;
-// How many tokens ahead the inputs are prefetched.
-constexpr int64_t AHEAD = 8;
 
 // The sizes of a head's matrices: of x, B and C padded to whole vectors, and to whole tiles of rows where they have them.
 struct Layout {
@@ -26,24 +18,8 @@ Ssm2Sizes sizes(const Ssm2Call* call) {
   return {CHUNK, CHUNK * CHUNK, scratch + 4 * CHUNK};
 }
 
-inline int64_t tokens_of(const Ssm2Call& c, int64_t chunk) {
-  const int64_t left = c.length - chunk * CHUNK;
-  return left < CHUNK ? left : CHUNK;
-}
-
-// Rows of tokens as float32, padded with zeros to a full chunk.
-inline void read_tokens(const Strided& t, int64_t length, int64_t b, int64_t first, int64_t count, int64_t head,
-                        int64_t numbers, float* to, int64_t row) {
-  memset(to, 0, static_cast<size_t>(CHUNK * row) * sizeof *to);
-  for (int64_t i = 0; i < count; ++i) {
-    if (first + i + AHEAD < length) prefetch_row(row_of(t, b, first + i + AHEAD, head), numbers, t.dtype);
-    read_row(row_of(t, b, first + i, head), numbers, t.dtype, to + i * row);
-  }
-}
-
 inline float* scores_of(const Ssm2Call& c, int64_t b, int64_t group, int64_t chunk) {
-  const int64_t chunks = (c.length + CHUNK - 1) / CHUNK;
-  return c.scores + ((b * c.groups + group) * chunks + chunk) * CHUNK * CHUNK;
+  return c.scores + ((b * c.groups + group) * chunks_of(c) + chunk) * CHUNK * CHUNK;
 }
 
 void score(const Ssm2Call* call, int64_t b, int64_t group, int64_t chunk, float* scratch) {
@@ -64,32 +40,10 @@ void score(const Ssm2Call* call, int64_t b, int64_t group, int64_t chunk, float*
   }
 }
 
-// The time steps of a head's tokens and their decays exp(step * A), 0 where a segment begins. CHUNK numbers each.
-inline void time_steps(const Ssm2Call& c, int64_t b, int64_t head, int64_t first, int64_t count, float* steps, float* decays) {
-  const float bias = c.dt_bias.data == nullptr ? 0.0f : load_number(c.dt_bias.data, head, c.dt_bias.dtype);
-  for (int64_t i = 0; i < count; ++i) {
-    steps[i] = load_number(row_of(c.dt, b, first + i, 0), head, c.dt.dtype) + bias;
-  }
-  for (int64_t i = count; i < whole_vectors(count); ++i) steps[i] = 0.0f;
-  for (int64_t i = 0; i < count; i += WIDTH) {
-    Floats v = load(steps + i);
-    if (c.softplus) v = softplus(v);
-    v = minimum(broadcast(c.greatest), maximum(broadcast(c.least), v));
-    store(steps + i, v);
-    store(decays + i, exponential_of_any(multiply(v, broadcast(c.A[head]))));
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    if (c.documents.begins(b, first + i)) decays[i] = 0.0f;
-  }
-}
-
-inline void* output_row(const Ssm2Call& c, int64_t b, int64_t token, int64_t head) {
-  return number_at(c.output, ((b * c.length + token) * c.heads + head) * c.width, c.x.dtype);
-}
-
-// (y + D * x) * silu(z) to the output; y has `width` numbers.
+// (y + D * x) * silu(z) to the output, and what is before the gate to `plain`; y has `width` numbers.
 inline void finish(const Ssm2Call& c, int64_t b, int64_t token, int64_t head, const float* y) {
-  void* to = output_row(c, b, token, head);
+  const int64_t place = ((b * c.length + token) * c.heads + head) * c.width;
+  void* to = number_at(c.output, place, c.x.dtype);
   const void* x = row_of(c.x, b, token, head);
   for (int64_t p = 0; p < c.width; p += WIDTH) {
     const int64_t left = c.width - p;
@@ -100,6 +54,7 @@ inline void finish(const Ssm2Call& c, int64_t b, int64_t token, int64_t head, co
                            : read_vector(number_at(c.D.data, head * c.D.of_head + p, c.D.dtype), left, c.D.dtype);
       v = add(v, multiply(D, read_vector(number_at(x, p, c.x.dtype), left, c.x.dtype)));
     }
+    if (c.plain != nullptr) write_some<NumbersFloat32>(c.plain + place + p, left, v);
     if (c.z.data != nullptr) {
       v = multiply(v, silu(read_vector(number_at(row_of(c.z, b, token, head), p, c.z.dtype), left, c.z.dtype)));
     }
@@ -110,7 +65,7 @@ inline void finish(const Ssm2Call& c, int64_t b, int64_t token, int64_t head, co
 void scan(const Ssm2Call* call, int64_t b, int64_t head, float* scratch) {
   const Ssm2Call& c = *call;
   const Layout l(c);
-  const int64_t group = head / (c.heads / c.groups), chunks = (c.length + CHUNK - 1) / CHUNK;
+  const int64_t group = head / (c.heads / c.groups), chunks = chunks_of(c);
   float *x = scratch, *given = x + CHUNK * l.x_row, *y = given + CHUNK * l.x_row, *C = y + CHUNK * l.x_row;
   float *B = C + CHUNK * l.state_row, *pairs = B + CHUNK * l.state_row, *state = pairs + CHUNK * CHUNK;
   float *steps = state + l.state_rows * l.x_row, *decays = steps + CHUNK, *between = decays + CHUNK;

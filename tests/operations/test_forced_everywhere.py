@@ -29,11 +29,12 @@ SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 # refuse graphs; and gradients, but for these
 WITH_GRADIENTS = (
-    "causal_conv1d", "cross_entropy", "flash", "gated_delta_rule", "geglu", "layer_norm", "rms_norm", "ssm1", "swiglu",
+    "causal_conv1d", "cross_entropy", "flash", "gated_delta_rule", "geglu", "layer_norm", "rms_norm", "ssm1", "ssm2",
+    "swiglu",
 )  # fmt: skip
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
-        "decode", "multi_latent_attention", "ragged_page_attention", "rotary", "ssm2", *WITH_GRADIENTS,
+        "decode", "multi_latent_attention", "ragged_page_attention", "rotary", *WITH_GRADIENTS,
     )
 ]  # fmt: skip
 FORCED = [

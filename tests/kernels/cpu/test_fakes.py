@@ -82,6 +82,14 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
             query, gates, ones(4), ones(2, 5, 2, 3), ones(2, 5, 2, 3), NONE, NONE, NONE, NONE, NO_IDS, True, 0.0, 1.0,
             TOP,
         )),
+        ("ssm2_training", (
+            query, gates, ones(4), ones(2, 5, 2, 3), ones(2, 5, 2, 3), NONE, query, NONE, NONE, NO_IDS, True, 0.0, 1.0,
+            TOP,
+        )),
+        ("ssm2_backward", (
+            query, NONE, query, gates, ones(4), ones(2, 5, 2, 3), ones(2, 5, 2, 3), ones(4), query, query, NONE, NO_IDS,
+            TOP,
+        )),
         ("gated_delta_rule", (
             key, key, ones(2, 5, 4, 6), gates, gates, NONE, NO_IDS, 1.0, False, 1e-6, TOP,
         )),

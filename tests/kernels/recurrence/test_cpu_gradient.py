@@ -3,6 +3,7 @@ with a guard page behind them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from easytorch.kernels.cpu import library
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 from tests.kernels.linear.guard import guarded
-from tests.kernels.recurrence.test_cpu import WITH_GRADIENTS, as_, in_cpp, needs_library
-from tests.operations.test_state_space import DEFINITION, DTYPES, arguments, floating, segments
+from tests.kernels.recurrence.test_cpu import as_, in_cpp, needs_library
+from tests.operations.test_state_space import DEFINITION, DTYPES, OPERATIONS, arguments, floating, segments
 
 LEVELS = pytest.mark.parametrize("level", library.levels_of("ssm1"))
 
@@ -51,10 +52,10 @@ def check(
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @LEVELS
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_every_level_and_argument(name: str, level: int, dtype: torch.dtype) -> None:
     """Around the ends of chunks, with documents every other time; the state that is given and that which is left."""
-    for number, length in enumerate((1, 2, 15, 16, 17, 70)):
+    for number, length in enumerate((1, 2, 15, 16, 17, 48, 100)):
         given = as_(arguments(name, length), dtype)
         if number % 2:
             given["segment_ids"] = segments(length)
@@ -63,7 +64,37 @@ def test_every_level_and_argument(name: str, level: int, dtype: torch.dtype) -> 
 
 
 @needs_library
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("decay", [1.0, 300.0])
+def test_heads_groups_and_widths_of_ssm2(decay: float) -> None:
+    """Several heads a lane, widths of no vector and of several, D for heads, no gate; decays that pass through
+    subnormal numbers on their way to 0 across a chunk of 48."""
+    for heads, groups, width, size, batch in (
+        (20, 1, 33, 17, 1),
+        (1, 1, 1, 1, 3),
+        (6, 3, 70, 5, 2),
+        (9, 1, 16, 128, 1),
+    ):
+        r = functools.partial(torch.randn, generator=torch.Generator().manual_seed(heads))
+        given = {
+            "x": r(batch, 110, heads, width), "dt": r(batch, 110, heads).exp() / 50, "A": -decay * r(heads).exp(),
+            "B": r(batch, 110, groups, size), "C": r(batch, 110, groups, size), "D": r(heads),
+            "initial_state": r(batch, heads, width, size),
+        }  # fmt: skip
+        if heads == 9:
+            del given["D"], given["initial_state"]
+            given["z"] = r(batch, 110, heads, width)
+        check("ssm2", given, given, library.BEST, torch.float32, heads)
+
+
+@needs_library
+@pytest.mark.parametrize("name", ("ssm1", "ssm2", "gated_delta_rule"))
+def test_subnormal_numbers_are_back_after_a_call(name: str) -> None:
+    gradients(lambda **x: in_cpp(name, x, library.BEST), arguments(name, 20))
+    assert float(torch.tensor([1e-39]) * torch.tensor([0.5])) > 0
+
+
+@needs_library
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_any_layout(name: str) -> None:
     given = arguments(name, 35)
     views: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -76,7 +107,7 @@ def test_any_layout(name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_several_threads_give_the_bits_of_one(name: str) -> None:
     given, results, threads = arguments(name, 300), [], torch.get_num_threads()
     try:
@@ -89,7 +120,7 @@ def test_several_threads_give_the_bits_of_one(name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_only_what_is_read_or_asked_for_and_every_order(name: str) -> None:
     operation = OperationRegistry.create(name, OperationMetadata(backend="cpu"))
     given = arguments(name, 9)
@@ -118,7 +149,7 @@ def test_only_what_is_read_or_asked_for_and_every_order(name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_autocast_changes_nothing(name: str) -> None:
     operation, given = OperationRegistry.create(name), arguments(name, 40)
 
@@ -134,7 +165,7 @@ def test_autocast_changes_nothing(name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("name", WITH_GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_checkpointing_and_a_compiled_step(name: str) -> None:
     operation = OperationRegistry.create(name)
     given = arguments(name, 40)
@@ -168,10 +199,20 @@ def test_the_operators_refuse_what_does_not_fit() -> None:
             torch.ops.easytorch_cpu.gated_delta_rule_backward.default(
                 *{**dict(enumerate(call)), **change}.values(), 1.0, library.BEST
             )
+    x, gates, B = torch.ones(1, 4, 6, 2), torch.ones(1, 4, 6), torch.ones(1, 4, 3, 5)
+    call = (x, none, x, gates, torch.ones(6), B, B, torch.ones(6), x, x, none, no_ids)
+    for change, why in (
+        ({0: x[:, :3]}, "the gradient is"), ({0: none}, "takes the gradient"), ({0: x.double()}, "the gradient is"),
+        ({1: torch.ones(1, 6, 2, 4)}, "state's gradient is"), ({4: torch.ones(5)}, "A is"), ({6: B[:, :3]}, "C is"),
+        ({7: torch.ones(6, 3)}, "D is"), ({9: none}, "before the gate"), ({8: none}, "before the gate"),
+        ({9: x[..., :1]}, "before the gate are"), ({10: torch.ones(1, 6, 2, 4)}, "state is"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=why):
+            torch.ops.easytorch_cpu.ssm2_backward.default(*{**dict(enumerate(call)), **change}.values(), library.BEST)
 
 
 def test_the_arguments_are_those_of_the_definition() -> None:
-    for name in WITH_GRADIENTS:
+    for name in OPERATIONS:
         assert {n for n, v in arguments(name, 3).items() if floating(v)} <= set(
             inspect.signature(DEFINITION[name]).parameters
         )
