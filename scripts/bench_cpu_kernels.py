@@ -434,29 +434,30 @@ def recurrent() -> dict[str, Any]:
 def tiny() -> dict[str, Any]:
     """Calls so small that choosing an implementation is most of their time, by the automatic choice and by torch."""
     x, weight = torch.randn(1, 16, 64), torch.randn(64)
-    query, key = torch.randn(1, 16, 4, 16), torch.randn(1, 16, 4, 16)
-    rows, matrix = torch.randn(4, 64), torch.randn(64, 64)
+    up, bias = torch.randn(1, 16, 64), torch.randn(64)
+    query, key, value = (torch.randn(1, 16, 4, 16) for _ in range(3))
+    rows, matrix, one = torch.randn(4, 64), torch.randn(64, 64), query[:, :1].contiguous()
     create = OperationRegistry.create
     attention_, rms, layer, gate, product = map(create, ("attention", "rms_norm", "layer_norm", "swiglu", "linear"))
-    turned = [one.transpose(1, 2) for one in (query, key, key)]
+    turned = [given.transpose(1, 2) for given in (query, key, value)]
     cases: dict[str, dict[str, Callable[[int], Any]]] = {
         "attention T16 H4 D16": {
-            "automatic": lambda _: attention_(query, key, key, causal=True),
+            "automatic": lambda _: attention_(query, key, value, causal=True),
             "torch": lambda _: F.scaled_dot_product_attention(*turned, is_causal=True),
         },
         "attention T1 S16 H4 D16": {
-            "automatic": lambda _: attention_(query[:, :1], key, key),
-            "torch": lambda _: F.scaled_dot_product_attention(turned[0][:, :, :1], *turned[1:]),
+            "automatic": lambda _: attention_(one, key, value),
+            "torch": lambda _: F.scaled_dot_product_attention(one.transpose(1, 2), *turned[1:]),
         },
         "rms_norm 16x64": {
             "automatic": lambda _: rms(x, weight),
             "torch": lambda _: F.rms_norm(x, (64,), weight, 1e-6),
         },
         "layer_norm 16x64": {
-            "automatic": lambda _: layer(x, weight, weight),
-            "torch": lambda _: F.layer_norm(x, (64,), weight, weight),
+            "automatic": lambda _: layer(x, weight, bias),
+            "torch": lambda _: F.layer_norm(x, (64,), weight, bias),
         },
-        "swiglu 16x64": {"automatic": lambda _: gate(x, x), "torch": lambda _: F.silu(x) * x},
+        "swiglu 16x64": {"automatic": lambda _: gate(x, up), "torch": lambda _: F.silu(x) * up},
         "linear 4x64x64": {"automatic": lambda _: product(rows, matrix), "torch": lambda _: F.linear(rows, matrix)},
     }
     return {name: medians(ways, 200, rounds=9) for name, ways in cases.items()}

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.glu import cpu, native
-from easytorch.operations.dispatch.impl import OperationImpl
+from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
 
@@ -45,6 +46,17 @@ class _GatedLinearUnit(OperationImpl):
         return kernel(self.cast(gate), self.cast(up), *options, **named)
 
 
+_silu: Callable[[Tensor], Tensor] = torch._C._nn.silu  # F.silu without the Python around it
+
+
+def _swiglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
+    return _silu(gate) * up
+
+
+def _geglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
 @OperationRegistry.register
 class SwiGLU(_GatedLinearUnit):
     """`swiglu(gate, up)`: silu(gate) * up, (..., N) and (..., N) -> (..., N)."""
@@ -57,6 +69,9 @@ class SwiGLU(_GatedLinearUnit):
 
     def forward_native(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.run(native.swiglu, gate, up)
+
+    def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        return _swiglu_by_aten if choice.backend == "aten" and not kwargs else None
 
     def run_cpp(self, gate: Tensor, up: Tensor) -> Tensor:
         return cpu.run(gate, up, cpu.SILU, library.BEST)
@@ -78,6 +93,9 @@ class GeGLU(_GatedLinearUnit):
 
     def forward_native(self, gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
         return self.run(native.geglu, gate, up, approximate)
+
+    def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        return _geglu_by_aten if choice.backend == "aten" and not kwargs else None
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""

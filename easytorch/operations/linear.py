@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording
@@ -65,6 +66,10 @@ class Linear(OperationImpl):
 
     def run_cpp(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return cpu.run(x, weight, bias)
+
+    def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        # 16 bits may be multiplied otherwise where gradients are recorded
+        return F.linear if choice.backend == "aten" and args[0].dtype is torch.float32 and not kwargs else None
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.

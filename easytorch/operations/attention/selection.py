@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack, cast
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from easytorch.operations.attention.decode import ONE_QUERY, DecodeAttention
 from easytorch.operations.attention.flash import FlashAttention
 from easytorch.operations.attention.impl import AttentionImpl, named
 from easytorch.operations.attention.sdpa import SdpaAttention
+from easytorch.operations.attention.shortcuts import decode_shortcut, sdpa_shortcut
 from easytorch.operations.attention.vanilla import VanillaAttention
 from easytorch.operations.dispatch.environment import untouched
 from easytorch.operations.dispatch.impl import PLAIN_TORCH, Choice, UnsupportedOperationError
@@ -99,6 +100,13 @@ class Attention(AttentionImpl):
             return self._orders[order]
         one_query = bool(preferences) and query.dim() == 4 and query.shape[1] == 1
         return self._orders[platform, one_query]
+
+    def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        if choice.operation is self._decode and choice.method == "forward_cpp":
+            return decode_shortcut(*args, **kwargs)
+        if choice.operation is self.implementations["sdpa"] and choice.method == "forward_cpu":
+            return sdpa_shortcut(*args, **kwargs)
+        return None
 
     def refusal_of(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         implementation: Any = choice.operation

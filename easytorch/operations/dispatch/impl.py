@@ -11,11 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, stable_spec
 from easytorch.kernels.interop.arguments import check_dense, check_flag, described
-from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, as_given, forward_mode
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
@@ -24,6 +26,7 @@ from easytorch.operations.dispatch.metadata import OF_EVERY_OPERATION, Operation
 from easytorch.operations.dispatch.overrides import (
     depth,
     has_own_path,
+    has_shortcuts,
     offers_cpp,
     own_paths_first,
     runs_unchecked,
@@ -31,6 +34,7 @@ from easytorch.operations.dispatch.overrides import (
 )
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
+from easytorch.operations.dispatch.shortcuts import Shortcuts, recording, same
 from easytorch.operations.dispatch.signature import flags_of, keywords_of, signature_of
 
 logger = logging.getLogger(__name__)
@@ -139,6 +143,7 @@ class OperationImpl(BaseOperation):
             for platform, (method, backend) in self._paths.items()
         }
         self.cpp_choices: tuple[Choice, ...] = self._choices_of_cpp() if self._cpp else ()
+        self._shortcuts = Shortcuts() if self._free and has_shortcuts(cls) and not self.metadata.given() else None
 
     def _choices_of_cpp(self) -> tuple[Choice, ...]:
         """The operator in C++, and behind it the path for the CPU where a subclass may refuse what is preferred."""
@@ -222,9 +227,23 @@ class OperationImpl(BaseOperation):
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shortcuts = self._shortcuts
+        # written out here: a call of a method takes a tenth of a product of a few numbers
+        if shortcuts is not None and args and type(args[0]) in _PLAIN and not is_compiling():
+            for count, flags, check, run in shortcuts.known[recording()].get(args[0].numel(), ()):
+                if (
+                    len(args) == count
+                    and ((not kwargs and not flags) or same(kwargs, flags))
+                    and check(*args)
+                    and forward_ad._current_level < 0
+                    and untouched()
+                ):
+                    return run(*args)
         self.check_call(args, kwargs)
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
+            if shortcuts is not None and not is_compiling() and shortcuts.wants(args, kwargs):
+                return self._shorten(shortcuts, choice, args, kwargs)
             if choice.method != "forward_cpp":  # `choice.runs`, of which this is the common case
                 return getattr(choice.operation, choice.method)(*args, **kwargs)
         else:
@@ -232,6 +251,21 @@ class OperationImpl(BaseOperation):
             if checking() and not torch.compiler.is_compiling():
                 return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.runs)(*args, **kwargs)
+
+    def _shorten(self, shortcuts: Shortcuts, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call; where it succeeds, calls like it take its shortcut from now on."""
+        result = getattr(choice.operation, choice.runs)(*args, **kwargs)
+        if as_given() and (run := self.shortcut(choice, args, kwargs)) is not None:
+            shortcuts.add(args, kwargs, run)
+        return result
+
+    def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """What computes this call of `choice`, as `run(*args)`, without checks, for tensors of the same dtypes, sizes
+        and strides and the same flags; None where nothing is shorter than the call, or numbers are looked at.
+
+        args: tensors on the CPU, few numbers; kwargs: flags, True, False or None. No setting of the metadata is given.
+        """
+        return None
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`TypeError` for too many positional arguments and for what must be a tensor and is not.

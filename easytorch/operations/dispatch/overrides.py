@@ -54,3 +54,11 @@ def own_paths_first(platforms: frozenset[str], candidates: Callable[..., Any]) -
         return self._own[platform] if platform in platforms else candidates(self, platform, args, kwargs)
 
     return own
+
+
+def has_shortcuts(cls: type) -> bool:
+    """Whether `shortcut` still says what a call computes: nothing that goes into it is more derived."""
+    return depth(cls, "shortcut") <= depth(
+        cls, "__call__", "check_call", "choose_on", "choose_freely", "candidates", "prefers_cpp", "supports", "cast",
+        "run", "run_cpp", "forward_native", "forward_cpu", "forward_gpu", "forward_cpp",
+    )  # fmt: skip
