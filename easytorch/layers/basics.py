@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
@@ -42,3 +44,8 @@ def plain_activation(name_or_function: str | nn.Module) -> nn.Module:
     if any(True for _ in act.parameters()):
         raise ValueError(f"the activation {name_or_function!r} has weights, for which these layers have no place")
     return act
+
+
+def without_adapter(layer: nn.Module) -> Any:
+    """The layer itself where PEFT has put an adapter around it, which has none of its sizes."""
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer  # type: ignore[operator]

@@ -23,6 +23,11 @@ class ScaledEmbedding(nn.Embedding):
         # a number, not a buffer, so that nothing has to be filled after loading on the meta device
         return super().forward(input) * _rounded(self.scale, self.weight.dtype)
 
+    @property
+    def embed_scale(self) -> torch.Tensor:
+        """The scale as transformers has it, which PEFT multiplies the output of an adapter of the embedding by."""
+        return torch.tensor(self.scale, device=self.weight.device)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale}"
 

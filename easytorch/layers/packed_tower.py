@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from easytorch.layers.attention import interface_of
+from easytorch.layers.basics import without_adapter
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.encoder import check_heads
 from easytorch.layers.linear import linear, watched
@@ -40,7 +41,8 @@ class PackedPatches(nn.Module):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         layer = self.proj
-        shape = (layer.in_channels, *layer.kernel_size)
+        plain = without_adapter(layer)
+        shape = (plain.in_channels, *plain.kernel_size)
         if patches.dim() != 2 or patches.shape[1] != torch.Size(shape).numel():
             raise ValueError(
                 f"pixel values {tuple(patches.shape)} must be (patches, {torch.Size(shape).numel()}): {shape[0]} "

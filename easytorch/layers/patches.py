@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from easytorch.layers.basics import without_adapter
+
 
 def pair(size: Any) -> tuple[int, int]:
     """(height, width) of a size that may be a single int for both."""
@@ -40,7 +42,7 @@ def patch_tokens(projection: nn.Module, pixel_values: torch.Tensor | None) -> to
     if pixel_values is None:
         raise ValueError("You have to specify pixel_values")
     weight: Any = projection.weight
-    channels = projection.in_channels
+    channels = without_adapter(projection).in_channels
     if pixel_values.dim() != 4 or pixel_values.shape[1] != channels:
         raise ValueError(
             f"pixel_values {tuple(pixel_values.shape)} must be (batch, {channels}, height, width): the config has "

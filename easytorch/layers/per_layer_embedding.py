@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from easytorch.layers.basics import activation
+from easytorch.layers.basics import activation, without_adapter
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.embedding import ScaledEmbedding
 from easytorch.layers.gate import gated
@@ -72,7 +72,7 @@ class PerLayerEmbedding(_Backbone):
     def _tokens_of(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T). Pairs of a row and a token are taken out number by number, so that few are compared."""
         embedding: Any = self.get_input_embeddings()
-        every = embedding(torch.arange(embedding.num_embeddings, device=inputs_embeds.device))
+        every = embedding(torch.arange(without_adapter(embedding).num_embeddings, device=inputs_embeds.device))
         rows = inputs_embeds.flatten(0, 1)
         row, token = (rows[:, :1] == every[:, 0]).nonzero().unbind(1)
         for column in range(1, rows.shape[1]):

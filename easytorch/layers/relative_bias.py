@@ -7,6 +7,8 @@ import math
 import torch
 from torch import nn
 
+from easytorch.layers.basics import without_adapter
+
 
 def bucket_of(distance: torch.Tensor, buckets: int, farthest: int, *, bidirectional: bool = True) -> torch.Tensor:
     """key - query -> 0 .. buckets - 1: one step each at first, then by logarithm up to `farthest`.
@@ -44,7 +46,7 @@ def relative_bias(
     them: the table's gradient is then summed by distance instead of by score. A graph, in which the window's size would
     be a constant, looks up every score.
     """
-    numbers = table.num_embeddings if buckets is None else buckets
+    numbers = without_adapter(table).num_embeddings if buckets is None else buckets
     graph = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if graph or (device is not None and device.type not in ("cpu", "cuda")):
         at = torch.arange(queries, device=device)[:, None] + past

@@ -49,7 +49,7 @@ class TextEmbeddings(nn.Module):
                 f"max_position_embeddings: {longest})"
             )
         if position_ids is None:
-            return embeddings + self.position_embedding.weight[:length]
+            position_ids = torch.arange(length, device=embeddings.device)  # the module is called: adapters see it
         return embeddings + self.position_embedding(position_ids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.cache_names import cache_keyword, takes_cache
-from easytorch.layers.basics import check_one_input
+from easytorch.layers.basics import check_one_input, without_adapter
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, SelfAttention
 from easytorch.layers.norm import LayerNorm
@@ -125,7 +126,8 @@ class WhisperEncoder(WhisperPreTrainedModel):
 
     def frames(self) -> int:
         """The length in frames of the spectrograms that the encoder takes."""
-        return self.config.max_source_positions * self.conv1.stride[0] * self.conv2.stride[0]
+        strides = (without_adapter(conv).stride[0] for conv in (self.conv1, self.conv2))
+        return self.config.max_source_positions * math.prod(strides)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -134,7 +136,7 @@ class WhisperEncoder(WhisperPreTrainedModel):
 
         attention_mask is ignored, as in transformers: Whisper attends to padding, which is silence.
         """
-        channels, frames = self.conv1.in_channels, self.frames()
+        channels, frames = without_adapter(self.conv1).in_channels, self.frames()
         if input_features.dim() != 3 or input_features.shape[1] != channels:
             raise ValueError(
                 f"input_features {tuple(input_features.shape)} must be (batch, {channels}, {frames}): the config has "

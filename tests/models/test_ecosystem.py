@@ -11,6 +11,9 @@ from transformers import Trainer, TrainingArguments
 
 from easytorch.models.bert import BertForMaskedLM, BertForSequenceClassification
 from easytorch.models.llama import LlamaForCausalLM
+from tests.models.families import FAMILIES
+from tests.models.image_text_families import image_text_inputs
+from tests.models.tower_families import tower_inputs
 
 
 @pytest.fixture
@@ -98,6 +101,33 @@ def test_lora(tmp_path, llama, ids) -> None:
     assert not torch.allclose(changed, plain)
     assert adapted.generate(input_ids=ids, max_new_tokens=3).shape == (2, 11)
     torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, changed, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family, head, module", [
+    ("gemma3_text", "Gemma3ForCausalLM", "embed_tokens"),
+    ("gemma4_text", "Gemma4ForCausalLM", "embed_tokens_per_layer"),
+    ("t5", "T5ForConditionalGeneration", "relative_attention_bias"),
+    ("vit", "ViTForImageClassification", "projection"),
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration", "proj"),
+    ("clip_text_model", "CLIPTextModel", "position_embedding"),
+])  # fmt: skip
+def test_lora_on_what_is_no_matrix_product(family: str, head: str, module: str, make_pair) -> None:
+    """Outputs, gradients and merged weights are those of transformers' model with the same adapter."""
+    peft = pytest.importorskip("peft")
+    given = tower_inputs(head) or image_text_inputs(head) or {"input_ids": torch.tensor([[5, 9, 33, 71, 8]])}
+    if family == "t5":
+        given["decoder_input_ids"] = given["input_ids"]
+    found = []
+    for model in make_pair(head, FAMILIES[family].config(), FAMILIES[family].reference):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=[module], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).eval()
+        logits = adapted(**given)[0]
+        logits.square().mean().backward()
+        gradients = {name: one.grad for name, one in adapted.named_parameters() if one.requires_grad}
+        with torch.no_grad():
+            found.append((logits.detach(), gradients, adapted.merge_and_unload()(**given)[0]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_pipeline(make_pair, bert_config, tmp_path) -> None:
