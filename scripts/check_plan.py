@@ -1,19 +1,24 @@
 """Compare what `easytorch plan` predicts with what training takes: three small models, alone and over two processes.
 
     scripts/check_plan.py [--models dense experts latent] [--meshes dp=1 fsdp=2 tp=2] [--compiler auto] [--program]
+    scripts/check_plan.py --step [--models ...] [--meshes dp=1 fsdp=2]
 
 Real processes (gloo) train for three steps (`shard_model`, AdamW, float32). Counted: bytes of parameters, gradients and
 optimizer state. Measured, in the process that has most: the most bytes that torch's allocator has given out at a time
 during the last step (`torch.profiler`, every allocation and release), and beside it, for what is not torch's tensors,
 the rise of resident memory. `making` is the most that was given out while the model was made and divided.
 
+--step: the program that plans are of, `train_step`, on as many CPU devices of one process: what resident memory grows
+by at most during the third step, of a device, and what it keeps between steps; predicted from two and three layers.
 --program: the step of four layers, compiled with all of them, against the extrapolation from two and three.
-Exits with 1 where counted bytes differ by 1 %, or the program's by 15 %.
+Exits with 1 where counted bytes differ by 1 %, or those of `--step` or `--program` by 15 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import math
 import os
@@ -49,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3", "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "q_lora_rank": 192,
         "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, **SIZES,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 32,  # of the rotated part
     },
 }  # fmt: skip
 LENGTH, ROWS, STEPS = 512, 2, 3
@@ -108,6 +113,36 @@ def train_here(name: str, axes: str) -> None:
         dist.destroy_process_group()
 
 
+def step_here(name: str, axes: str) -> None:
+    """One process: prints, as JSON, what a device of the compiled step keeps and takes, experts evenly."""
+    from easytorch.frontend import train_step
+    from easytorch.plan.balanced import balance_experts
+
+    devices = _devices(axes)
+    mesh = axes if devices > 1 else None
+    torch.manual_seed(0)
+    import easytorch
+
+    model = easytorch.AutoModelForCausalLM.from_config(config_of(MODELS[name]), dtype=torch.float32).train()
+    balance_experts(model, {axes.partition("=")[0]: devices} if devices > 1 else {})
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    step = train_step(model, optimizer, mesh=mesh, max_grad_norm=1.0, backend="xla:cpu")
+    ids = torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH))
+    for _ in range(STEPS):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not taken again without being seen
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is from here on
+        before = _status("VmRSS")
+        float(step(input_ids=ids, labels=ids, use_cache=False))
+        taken = _status("VmHWM") - before
+    print(json.dumps({"taken": taken // devices}), flush=True)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 class _Allocations:
     """The most bytes that torch has given out at a time within the block, beside those from before it."""
 
@@ -144,11 +179,11 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def measured(name: str, axes: str) -> dict[str, int]:
-    devices = _devices(axes)
+def measured(name: str, axes: str, work: str = "--train") -> dict[str, int]:
+    devices = _devices(axes) if work == "--train" else 1
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)] if devices > 1 else []
     result = subprocess.run(
-        [sys.executable, *start, __file__, "--train", name, axes],
+        [sys.executable, *start, __file__, work, name, axes],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE,
         text=True,
     )  # fmt: skip
@@ -189,13 +224,24 @@ def main() -> int:
     parser.add_argument("--compiler", default="auto")
     parser.add_argument("--program", action="store_true", help="the second comparison alone")
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "MESH"), help="what a process trains")
+    parser.add_argument("--step", action="store_true", help="the compiled step alone, by the CPU's compiler")
+    parser.add_argument("--run-step", nargs=2, metavar=("MODEL", "MESH"), help="whose compiled step a process takes")
     given = parser.parse_args()
-    if given.train:
-        train_here(*given.train)
+    if given.train or given.run_step:
+        train_here(*given.train) if given.train else step_here(*given.run_step)
         return 0
     failed = 0
     for name in given.models:
-        for axes in () if given.program else given.meshes:
+        for axes in given.meshes if given.step else ():
+            plan, taken = predicted(name, axes, None, "cpu"), measured(name, axes, "--run-step")["taken"]
+            pairs = {
+                "within": (plan.gradients + plan.activations, taken),
+                "memory": (plan.memory, plan.parameters + plan.optimizer + taken),
+            }
+            for key, (few, found_) in pairs.items():
+                failed += abs(few / found_ - 1) > 0.15
+                print(f"{name:8s} {axes:6s} step {key:7s} {few:>12,} of {found_:>12,}: {few / found_:.3f}", flush=True)
+        for axes in () if given.program or given.step else given.meshes:
             plan, found = predicted(name, axes, None, given.compiler), measured(name, axes)
             for key in ("parameters", "gradients", "optimizer", "memory"):
                 ratio = getattr(plan, key) / found[key]
