@@ -19,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import random
+import re
 import resource
 import sys
 import warnings
@@ -399,6 +400,7 @@ def table(results: list[dict[str, Any]]) -> str:
         layers = f"{result['called']} of {result['layers']}" if "layers" in result else ""
         name = result.get("class", "") + (" (native)" if result.get("native") else "")
         reason = "; ".join(filter(None, (result.get("reason"), result.get("part") and f"run: {result['part']}")))
+        reason = re.sub(r" from '/\S*", "", reason)  # a module's file on this machine
         reason = reason.replace("|", "\\|").replace("<", "&lt;")
         rows.append(
             f"| {result['type']} | {name} | {result['status']} | {layers} | {result.get('compared', '')} | {reason} |"
