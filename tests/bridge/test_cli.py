@@ -139,7 +139,9 @@ def test_help_has_examples_and_completion_the_formats(run):
         assert f"easytorch {command} ./" in out
     environment = {**os.environ, "_EASYTORCH_COMPLETE": "complete_bash", "COMP_CWORD": "5"}
     environment["COMP_WORDS"] = "easytorch convert a b --to fla"
-    done = subprocess.run([sys.executable, "-m", "easytorch"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "easytorch"], env=environment, capture_output=True, text=True, timeout=600
+    )
     assert "flax" in done.stdout.split()
 
 

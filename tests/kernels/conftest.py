@@ -49,7 +49,7 @@ def interpret_cases() -> Callable[..., None]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *options, str(cases)]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("PYTEST_ADDOPTS", None)
-        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
         assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
         assert " passed" in run.stdout
 

@@ -20,7 +20,7 @@ def test_a_function_is_an_attribute_and_an_import(name: str) -> None:
         f"from easytorch.bridge.{name} import {name} as h; assert callable(h) and f.__wrapped__ is h; "
         f"assert f.__doc__ == h.__doc__"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 def test_calling_the_module_calls_the_function() -> None:

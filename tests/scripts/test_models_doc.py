@@ -27,7 +27,9 @@ def test_the_page_is_current() -> None:
     if pinned != re.findall(r"^\d+\.\d+", importlib.metadata.version("transformers")):
         pytest.skip(f"the page is of transformers {pinned[0]}, whose types it lists")
     command = [sys.executable, str(ROOT / "scripts/models_doc.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=600
+    )
     assert done.returncode == 0, done.stderr
 
 

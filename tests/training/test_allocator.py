@@ -39,7 +39,9 @@ print(kept, faults())
 
 def test_memory_is_kept_between_steps_and_given_back_after_them() -> None:
     """In a process of its own: of one that runs many tests, what lies behind its heap may not let that grow."""
-    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, cwd=ROOT, timeout=600
+    )
     kept, given_back = map(int, run.stdout.split())
     pages = 4 * 2**26 // resource.getpagesize()
     assert kept < pages / 10, kept

@@ -182,7 +182,10 @@ def test_resume_knows_a_table_again(tmp_path):
         written(tmp_path, name="f.py", to_flax="(lambda by: lambda arrays: arrays[0] * by)(3.0)"),
     ]
     command = [sys.executable, "-c", TOLD, *map(str, (*same, *other))]
-    told = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    told = [
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
+        for _ in range(2)
+    ]
     assert told[0] == told[1]
     lines = told[0].split()
     assert lines[0] == lines[1] and len(set(lines)) == len(lines) - 1
@@ -219,7 +222,7 @@ def test_resume_by_a_table(tmp_path, another):
         .replace("('b', 'b/bias', 'identity'), ", "")
     )
     command = [sys.executable, "-c", KILLED, str(tmp_path / "many.safetensors"), str(tmp_path / "new"), str(table)]
-    assert subprocess.run(command, cwd=ROOT).returncode == 9
+    assert subprocess.run(command, cwd=ROOT, timeout=600).returncode == 9
     if another:
         table.write_text(table.read_text().replace("SCALE = 2.0", "SCALE = 4.0"))
     options = {"to": "flax", "rules": table, "max_shard_size": "20"}

@@ -41,7 +41,7 @@ def test_every_feature_compiles_within_the_limits(architecture: str, head_dim: i
     options = ("--everything", "--kernels", "forward", "key_value_grad", "query_grad")
     command = [sys.executable, "-W", "ignore", "-m", module, architecture, "bfloat16", str(head_dim), *options]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(kernels) == 3
@@ -54,6 +54,6 @@ def test_every_feature_compiles_within_the_limits(architecture: str, head_dim: i
 
 def test_an_unknown_architecture_is_refused() -> None:
     command = [sys.executable, "-m", "easytorch.kernels.attention.triton_aot", "sm_70", "float16", "64"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 2
     assert "sm_80" in run.stderr
