@@ -2,7 +2,9 @@
 norms, rotary, gated units, attention of many queries, its training, recurrences, small calls, and full decoding.
 
     python scripts/bench_cpu_kernels.py [PART ...] [--threads 1 2] [--json report.json]
+    python scripts/bench_cpu_kernels.py --once                       every case once: whether all run, in minutes
     python scripts/bench_cpu_kernels.py --table report.json          that report in Markdown
+    python scripts/bench_cpu_kernels.py --table report.json --page docs/kernels/cpu.md     as the page's last section
 
 Parts: bars, products, attention, latents, experts, pages, rows, prefill, training, recurrent, tiny, decode. Each number
 of threads has the rate of a matrix product and of a plain read printed before its parts.
@@ -39,6 +41,8 @@ from easytorch.kernels.glu import cpu as glu_cpu
 from easytorch.kernels.linear import cpu, onednn
 from easytorch.kernels.multi_latent import absorbed as latent_aten
 from easytorch.kernels.multi_latent import cpu as latent_cpu
+from easytorch.kernels.multi_latent import cpu_pages as latent_pages_cpu
+from easytorch.kernels.multi_latent import paged as latent_pages_aten
 from easytorch.kernels.quantized_matmul import aten
 from easytorch.kernels.quantized_matmul import cpu as quantized_cpu
 from easytorch.kernels.quantized_matmul.weight import quantize
@@ -55,8 +59,11 @@ from easytorch.operations import OperationMetadata, OperationRegistry
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
 # (B, H, K, S, D) of attention of one query.
 ATTENTIONS = [(1, 16, 8, 64, 64), (1, 16, 8, 1024, 64), (1, 32, 8, 4096, 128), (8, 32, 8, 4096, 128)]
-# (H, S) of latent attention of one token, with DeepSeek's widths; (N, D, I, k, E) of experts.
+# (H, S) of latent attention of one token, with DeepSeek's widths.
 LATENTS = [(heads, keys) for heads in (16, 128) for keys in (512, 2048, 8192)]
+# (sequences, query rows and keys of each, H) of the same over pages.
+LATENT_PAGES = [(8, 1, 1024, 16), (8, 1, 4096, 16), (4, 1, 1024, 128), (4, 4, 1024, 16), (1, 16, 1024, 16)]
+# (N, D, I, k, E) of experts.
 EXPERTS = [(tokens, 1024, 512, 4, 16) for tokens in (1, 4, 16)] + [(1, 2048, 768, 8, 32)]
 # (sequences, query rows and keys of each, H, K, D, page size) of attention over pages.
 PAGES = [
@@ -72,11 +79,16 @@ BIASED = [(8, 8, 128, 64), (4, 8, 512, 64)]
 # Tokens of the recurrences.
 TOKENS = (1, 512, 4096)
 ROUNDS, BYTES = 15, 2**28
+ONCE = False  # --once
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+# Precedes the table in a page; what follows it is written anew.
+MARK = "<!-- Everything below is written by scripts/bench_cpu_kernels.py -->"
 
 
 def medians(ways: dict[str, Callable[[int], Any]], calls: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Implementation -> microseconds a call; the ratio of the first to each other. They are called with 0, 1, ..."""
+    if ONCE:
+        calls = rounds = 1
     # of one thread processor time, which other processes take nothing from
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -189,6 +201,28 @@ def latents() -> dict[str, Any]:
                 "read": lambda _, read=(ups, *cache): [x.view(torch.float32).max() for x in read],
             }
             found[f"H{heads} S{keys} {str(dtype)[6:]}"] = medians(ways, max(1, 2**11 // keys), rounds=7)
+    return found | latent_pages()
+
+
+def latent_pages() -> dict[str, Any]:
+    """One token, or a few, of several sequences whose latents lie in pages of any order."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for (batch, rows, keys, heads), dtype in itertools.product(LATENT_PAGES, DTYPES):
+
+        def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        ups, count = draw(heads, 256, 512) / 16, batch * keys // 16
+        pools = draw(count, 16, 512), draw(count, 16, 64)
+        tables = torch.randperm(count, generator=generator).int().reshape(batch, -1)
+        integers = torch.full((batch,), keys), tables, torch.arange(batch + 1) * rows, None
+        given = (draw(batch * rows, heads, 128), draw(batch * rows, heads, 64), pools, *integers, *ups.split(128, 1))
+        ways = {
+            "cpu": lambda _, given=given: latent_pages_cpu.ragged_page_multi_latent_attention(*given),
+            "aten": lambda _, given=given: latent_pages_aten.by_plans(*given),
+            "read": lambda _, read=(ups, *pools): [x.view(torch.float32).max() for x in read],
+        }
+        found[f"pages B{batch} T{rows} S{keys} H{heads} {str(dtype)[6:]}"] = medians(ways, 2, rounds=5)
     return found
 
 
@@ -538,17 +572,34 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write(path: Path, markdown: str) -> None:
+    """The table as the last section of a page, in place of the one that it ends with."""
+    before, _, _ = path.read_text(encoding="utf-8").partition(MARK)
+    heading = "" if before.rstrip().endswith("## Measured") else "\n\n## Measured"
+    path.write_text(f"{before.rstrip()}{heading}\n\n{MARK}\n\n{markdown.rstrip()}\n", encoding="utf-8")
+
+
 @torch.no_grad()
 def main() -> None:
+    global ONCE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure; everything by default")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="one after another")
     parser.add_argument("--json", type=Path, help="write the report there too")
     parser.add_argument("--table", type=Path, help="measure nothing: print that report as Markdown")
+    parser.add_argument("--page", type=Path, help="write --table there, as the last section of that page")
+    parser.add_argument("--once", action="store_true", help="call everything once: the figures mean nothing")
     options = parser.parse_args()
+    if options.page is not None and options.table is None:
+        parser.error("--page takes the table of a report: give --table too")
     if options.table is not None:
-        print(table(json.loads(options.table.read_text())))
+        markdown = table(json.loads(options.table.read_text()))
+        if options.page is None:
+            print(markdown)
+        else:
+            write(options.page, markdown)
         return
+    ONCE = options.once
     if (reason := library.missing()) is not None:
         raise SystemExit(f"no C++ kernels: {reason}")
     info = Path("/proc/cpuinfo")
@@ -563,9 +614,11 @@ def main() -> None:
         torch.set_num_threads(threads)
         of_threads = report[f"{threads} threads"] = {}
         for part in ("machine", *(options.parts or [part for part in PARTS if part != "bars"])):
+            began = time.perf_counter()
             of_threads[part] = machine() if part == "machine" else PARTS[part]()
             for name, row in of_threads[part].items():
                 print(f"{threads} {name:<28}", json.dumps(row, default=lambda x: x), flush=True)
+            print(f"{threads} {part} took {time.perf_counter() - began:.0f} s", flush=True)
     report["load after"] = os.getloadavg()
     print({name: value for name, value in report.items() if not isinstance(value, dict)})
     if options.json:

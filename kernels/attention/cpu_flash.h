@@ -22,8 +22,10 @@ struct FlashCall {
   uint32_t seed, dropped;  // it keeps those with a hash of at least `dropped`
   void* output;          // (B, T, H, Dv), contiguous
   float* logsumexp;      // (B, H, 2, T): log(sum(exp(scores))) in the two parts of logsumexp.py; or null
-  // Keys and values of every (b, kv head), as `pack` leaves them: `packed_keys` and `packed_values` bytes each.
+  // Keys and values of each (b, kv head) from number b * kv_heads + kv = `first_pair` on, as `pack` leaves them:
+  // `packed_keys` and `packed_values` bytes each.
   char *keys_memory, *values_memory;
+  int64_t first_pair;
 };
 
 // Bytes of memory; see FlashFunctions.

@@ -159,21 +159,30 @@ inline void product(const char* a, int64_t a_row, const char* b, int64_t panel, 
     for (int n = 0; n < N; ++n) store(y + i * y_row + n * WIDTH, totals[i][n]);
 }
 
-// The same of `rows`, up to a multiple of ROWS, and of `panels`.
+// The same of `panels`, up to VECTORS of them.
+template <class Units>
+inline void some_panels(int64_t panels, const char* a, int64_t a_row, const char* b, int64_t panel, int64_t b_unit,
+                        int64_t units, float* y, int64_t y_row, bool add_to) {
+  switch (panels) {
+    case 1: return product<Units, 1>(a, a_row, b, panel, b_unit, units, y, y_row, add_to);
+    case 2: return product<Units, 2>(a, a_row, b, panel, b_unit, units, y, y_row, add_to);
+#if defined(__AVX512F__)
+    case 3: return product<Units, 3>(a, a_row, b, panel, b_unit, units, y, y_row, add_to);
+    case 4: return product<Units, 4>(a, a_row, b, panel, b_unit, units, y, y_row, add_to);
+#endif
+  }
+}
+
+// The same of `rows`, up to a multiple of ROWS, and of any number of `panels`.
 template <class Units>
 inline void multiply_rows(const char* a, int64_t a_row, int64_t rows, const char* b, int64_t panel, int64_t b_unit,
                           int64_t panels, int64_t units, float* y, int64_t y_row, bool add_to) {
-  for (int64_t n = 0; n < panels;) {  // the outer loop, so that a panel of b stays in L1 for all rows
-    const bool several = n + VECTORS <= panels;
+  for (int64_t n = 0; n < panels; n += VECTORS) {  // the outer loop, so that a panel of b stays in L1 for all rows
+    const int64_t some = panels - n < VECTORS ? panels - n : VECTORS;
     for (int64_t i = 0; i < rows; i += ROWS) {
-      float* to = y + i * y_row + n * WIDTH;
-      if (several) {
-        product<Units, VECTORS>(a + i * a_row, a_row, b + n * panel, panel, b_unit, units, to, y_row, add_to);
-      } else {
-        product<Units, 1>(a + i * a_row, a_row, b + n * panel, panel, b_unit, units, to, y_row, add_to);
-      }
+      some_panels<Units>(some, a + i * a_row, a_row, b + n * panel, panel, b_unit, units, y + i * y_row + n * WIDTH, y_row,
+                         add_to);
     }
-    n += several ? VECTORS : 1;
   }
 }
 

@@ -17,4 +17,10 @@ inline Buffer lines(int64_t bytes) {
   return Buffer(static_cast<char*>(::operator new(static_cast<size_t>(bytes > 0 ? bytes : 1), std::align_val_t(64))));
 }
 
+// The same, or null where there is not enough memory: for code that must not throw.
+inline Buffer lines_or_null(int64_t bytes) {
+  const size_t size = static_cast<size_t>(bytes > 0 ? bytes : 1);
+  return Buffer(static_cast<char*>(::operator new(size, std::align_val_t(64), std::nothrow)));
+}
+
 }  // namespace easytorch

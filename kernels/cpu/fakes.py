@@ -134,6 +134,14 @@ def multi_latent(
 
 
 @_fake
+def multi_latent_pages(
+    query: Tensor, query_rope: Tensor, latent_pages: Tensor, rope_pages: Tensor, context_lens: Tensor,
+    block_tables: Tensor, query_start_loc: Tensor, up_key: Tensor | None, up_value: Tensor | None, *call: Any,
+) -> Tensor:  # fmt: skip
+    return query.new_empty((*query.shape[:-1], latent_pages.shape[-1] if up_value is None else up_value.shape[1]))
+
+
+@_fake
 def decode_codes(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
     batch, heads, _, _ = query.shape
     return query.new_empty((batch, 1, heads, value.shape[-1]))

@@ -19,6 +19,7 @@ void register_decoder_step(Library& library);
 void register_layer_norm(Library& library);
 void register_linear(Library& library);
 void register_multi_latent(Library& library);
+void register_multi_latent_pages(Library& library);
 void register_quantized_matmul(Library& library);
 void register_ragged_page(Library& library);
 void register_rms_norm(Library& library);
@@ -47,6 +48,7 @@ struct Registration {
     register_layer_norm(library);
     register_linear(library);
     register_multi_latent(library);
+    register_multi_latent_pages(library);
     register_quantized_matmul(library);
     register_ragged_page(library);
     register_rms_norm(library);

@@ -27,21 +27,6 @@ void attend_dense(const DecodeCall& c, const DecodePart& part) {
   }
 }
 
-// Where the keys and values of a block lie in their pools, without the head.
-struct Places {
-  int64_t keys[BLOCK], values[BLOCK];
-};
-
-inline void find(const DecodeCall& c, const DecodePages& pages, int64_t from, int count, Places& places) {
-  int64_t page = from / pages.size, slot = from % pages.size;
-  for (int j = 0; j < count; ++j) {
-    const int64_t number = pages.table[page - pages.first];
-    places.keys[j] = number * c.key.of_batch + slot * c.key.of_key;
-    places.values[j] = number * c.value.of_batch + slot * c.value.of_key;
-    if (++slot == pages.size) slot = 0, ++page;
-  }
-}
-
 template <class Kind, class Values>
 void attend_pages(const DecodeCall& c, const DecodePart& part) {
   typedef typename Values::Number Number;
@@ -50,11 +35,11 @@ void attend_pages(const DecodeCall& c, const DecodePart& part) {
     return PagedRows<Number>{static_cast<const Number*>(cache.data) + kv * cache.of_head, places};
   };
   Places of[2];
-  find(c, *part.pages, part.from, within(part.to - part.from), of[0]);
+  find(c, part, part.from, within(part.to - part.from), of[0]);
   for (int64_t from = part.from, block = 0; from < part.to; from += BLOCK, ++block) {
     const Places &now = of[block % 2], &next = of[1 - block % 2];
     const int count = within(part.to - from), following = within(part.to - (from + BLOCK));
-    find(c, *part.pages, from + BLOCK, following, of[1 - block % 2]);
+    find(c, part, from + BLOCK, following, of[1 - block % 2]);
     for (int64_t nth = 0; nth < heads; ++nth) {
       const int64_t kv = part.kv_begin + nth;
       one_block<Kind, Values>(c, part, kv, rows(c.key, kv, now.keys), rows(c.value, kv, now.values), from, count,

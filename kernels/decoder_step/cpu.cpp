@@ -385,10 +385,8 @@ void attention_step_pages(uint64_t* stack, uint64_t, uint64_t) {
   in.kv_heads = keys.sizes[2], in.dim = keys.sizes[3], in.value_dim = values.sizes[3];
   in.check(given, threads);
   require(!given.mask, "attention_step_pages has no mask");
-  require(slots.dim == 1 && slots.sizes[0] == tokens && context_lens.dim == 1 && block_tables.dim == 2 &&
-              query_start_loc.dim == 1 && block_tables.sizes[0] == context_lens.sizes[0] &&
-              query_start_loc.sizes[0] == context_lens.sizes[0] + 1,
-          "attention_step_pages: tables are (N,), (B,), (B, columns) and (B + 1,)");
+  require(slots.dim == 1 && slots.sizes[0] == tokens, "attention_step_pages: slots are (N,)");
+  require_tables(context_lens, block_tables, query_start_loc);
   const TableNumbers given_slots(slots);
   std::vector<int64_t> places(static_cast<size_t>(tokens));
   for (int64_t n = 0; n < tokens; ++n) {

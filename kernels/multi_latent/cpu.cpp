@@ -1,14 +1,11 @@
 // The operator easytorch_cpu::multi_latent: absorbed latent attention of few tokens, its projections included.
-#include "cpu_latents.h"
+#include "cpu_projections.h"
 
-#include <atomic>
 #include <memory>
-#include <new>
+#include <numeric>
 
 #include "../attention/cpu_call.h"
 #include "../cpu/buffer.h"
-#include "../cpu/tasks.h"
-#include "../linear/cpu_skinny_table.h"
 
 EASYTORCH_TABLE(LatentFunctions, latents)
 
@@ -21,15 +18,9 @@ constexpr int64_t QUERIES = 128;
 constexpr int64_t CHUNK = 256;
 constexpr int64_t MOST_TASKS = 64;
 
-inline int64_t bytes_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
-
 DecodeCache rows_of(const Tensor& tensor) {
   require(tensor.sizes[2] <= 1 || tensor.strides[2] == 1, "multi_latent: the last dimension must be contiguous");
   return {tensor.data, tensor.strides[0], 0, tensor.strides[1], nullptr, 0, 0, 0, 0};
-}
-
-const char* matrix_of(const Tensor& up, int64_t h, int64_t size) {
-  return static_cast<const char*>(up.data) + h * up.strides[0] * size;
 }
 
 // query (B, T, H, Dn), query_rope (B, T, H, R), latent (B, S, L), key_rope (B, S, R), up_key (H, Dn, L), up_value
@@ -41,26 +32,15 @@ void multi_latent(uint64_t* stack, uint64_t, uint64_t) {
   const int64_t level = static_cast<int64_t>(stack[6 + AttentionCall::FIELDS]);
   require(query.dim == 4 && query_rope.dim == 4 && latent.dim == 3 && key_rope.dim == 3,
           "multi_latent takes queries of four dimensions and a cache of three");
-  const int64_t batch = query.sizes[0], tokens = query.sizes[1], heads = query.sizes[2], query_dim = query.sizes[3];
+  const int64_t batch = query.sizes[0], tokens = query.sizes[1], heads = query.sizes[2];
   const int64_t keys = latent.sizes[1], width = latent.sizes[2], rope_dim = key_rope.sizes[2], dim = width + rope_dim;
   require(query_rope.sizes[0] == batch && query_rope.sizes[1] == tokens && query_rope.sizes[2] == heads &&
               query_rope.sizes[3] == rope_dim && latent.sizes[0] == batch && key_rope.sizes[0] == batch &&
               key_rope.sizes[1] == keys,
           "multi_latent: queries and cache do not fit");
-  require(heads > 0 && width > 0, "multi_latent takes some heads, and latents of some numbers");
-  const int32_t dtype = element_of(query.dtype);
-  require(dtype >= 0, "multi_latent takes float32, bfloat16 or float16");
-  require(query_rope.dtype == query.dtype && latent.dtype == query.dtype && key_rope.dtype == query.dtype,
-          "multi_latent takes one dtype");
-  const auto fits = [&](const Tensor& up) {
-    return up.dim == 3 && up.dtype == query.dtype && up.sizes[0] == heads && up.sizes[2] == width &&
-           (width == 1 || up.strides[2] == 1);
-  };
-  require(up_key ? fits(*up_key) && up_key->sizes[1] == query_dim : query_dim == width,
-          "multi_latent: up_key is (H, Dn, L), its last dimension contiguous");
-  require(!up_value || fits(*up_value), "multi_latent: up_value is (H, Dv, L), its last dimension contiguous");
-  const int64_t value_dim = up_value ? up_value->sizes[1] : width, size = bytes_of(dtype);
-  const int64_t sizes[4] = {batch, tokens, heads, value_dim};
+  const LatentInputs in(query, query_rope, latent, key_rope, up_key, up_value);
+  const int32_t dtype = in.dtype;
+  const int64_t sizes[4] = {batch, tokens, heads, in.value_dim};
   Tensor output(empty(4, sizes, query.dtype));
   if (output.numel() == 0) {
     stack[0] = output.release();
@@ -71,35 +51,18 @@ void multi_latent(uint64_t* stack, uint64_t, uint64_t) {
   const DecodeCall call{dtype, heads, 1, dim, width, rows_of(latent), rows_of(key_rope),
                         given.rules(batch, heads, tokens, keys), nullptr, 0, 0};
 
-  // The queries, absorbed: packed by block of QUERIES. A task is a head.
+  // The queries are packed by block of QUERIES.
   const SkinnyPacking packing = functions.packing(dtype);
   const int64_t padded = (dim + packing.step - 1) / packing.step * packing.step, packed_size = bytes_of(packing.dtype);
-  const int64_t rows = tokens * heads, blocks = (rows + QUERIES - 1) / QUERIES, lines_of_x = batch * tokens;
+  const int64_t rows = tokens * heads, blocks = (rows + QUERIES - 1) / QUERIES;
   const auto rows_of_block = [&](int64_t block) { return block + 1 < blocks ? QUERIES : rows - block * QUERIES; };
+  std::vector<int64_t> all_tokens(static_cast<size_t>(batch * tokens));
+  std::iota(all_tokens.begin(), all_tokens.end(), 0);
   const Buffer queries = lines(batch * rows * padded * packed_size);
-  const int64_t longest = query_dim + dim;  // a row of a query, and that absorbed
-  run_tasks(heads, lines_of_x * query_dim * width / 16, lines_of_x * longest, [&](int64_t h, float* scratch) {
-    float* const absorbed = scratch + lines_of_x * query_dim;
-    for (int64_t i = 0; i < lines_of_x; ++i) {
-      const int64_t b = i / tokens, t = i % tokens;
-      const int64_t at = b * query.strides[0] + t * query.strides[1] + h * query.strides[2];
-      const int64_t rope = b * query_rope.strides[0] + t * query_rope.strides[1] + h * query_rope.strides[2];
-      float* const x = up_key ? scratch + i * query_dim : absorbed + i * dim;
-      for (int64_t d = 0; d < query_dim; ++d) x[d] = load_number(query.data, at + d * query.strides[3], dtype);
-      for (int64_t d = 0; d < rope_dim; ++d) {
-        absorbed[i * dim + width + d] = load_number(query_rope.data, rope + d * query_rope.strides[3], dtype);
-      }
-    }
-    if (up_key) {
-      const LatentProduct product{scratch, query_dim, lines_of_x, query_dim, width, matrix_of(*up_key, h, size),
-                                  up_key->strides[1], dtype, absorbed, dim};
-      functions.absorb(&product);
-    }
-    for (int64_t i = 0; i < lines_of_x; ++i) {
-      const int64_t b = i / tokens, row = i % tokens * heads + h, block = row / QUERIES;
-      char* const out = queries.get() + ((b * rows + block * QUERIES) * padded + row % QUERIES * packing.step) * packed_size;
-      functions.pack(absorbed + i * dim, 1, FLOAT32, dim, rows_of_block(block), packing, out);
-    }
+  absorb_queries(functions, in, all_tokens, [&](int64_t i, int64_t h, const float* absorbed) {
+    const int64_t b = i / tokens, row = i % tokens * heads + h, block = row / QUERIES;
+    char* const out = queries.get() + ((b * rows + block * QUERIES) * padded + row % QUERIES * packing.step) * packed_size;
+    functions.pack(absorbed, 1, FLOAT32, dim, rows_of_block(block), packing, out);
   });
 
   // What each token sees, as keys [seen[2 * t], seen[2 * t + 1]), and so each query, unless all see all keys.
@@ -136,32 +99,11 @@ void multi_latent(uint64_t* stack, uint64_t, uint64_t) {
     functions.attend(&call, &part);
   });
 
-  // The output of each head, projected. A task is a head.
-  const int64_t filled = (width + packing.step - 1) / packing.step * packing.step;
-  const int64_t packed = lines_of_x * filled * packed_size / 4 + 16, result = lines_of_x * value_dim;
-  run_tasks(heads, lines_of_x * (value_dim * width / 16 + chunks * row / 16), width + packed + result,
-            [&](int64_t h, float* scratch) {
-    float* const found = scratch;
-    char* const x = reinterpret_cast<char*>(scratch + width);
-    char* const y = reinterpret_cast<char*>(scratch + width + packed);
-    char* const out = static_cast<char*>(output.data);
-    for (int64_t i = 0; i < lines_of_x; ++i) {
-      const int64_t of = i % tokens * heads + h, number = i / tokens * rows + of;
-      const auto [begin, end] = range_of(of / QUERIES);
-      functions.combine(&call, h, sums + number * row, end > begin ? (end - begin + chunk - 1) / chunk : 0, stride, found);
-      if (up_value) {
-        functions.pack(found, 1, FLOAT32, width, lines_of_x, packing, x + i * packing.step * packed_size);
-      } else {
-        functions.pack(found, 1, FLOAT32, width, 1, {dtype, 1}, out + (i * heads + h) * value_dim * size);
-      }
-    }
-    if (!up_value) return;
-    const SkinnyProduct product{x, packing.dtype, lines_of_x, value_dim, width, matrix_of(*up_value, h, size),
-                                up_value->strides[1], dtype, nullptr, dtype, y, dtype};
-    products.run(&product, 0, value_dim);
-    for (int64_t i = 0; i < lines_of_x; ++i) {
-      memcpy(out + (i * heads + h) * value_dim * size, y + i * value_dim * size, static_cast<size_t>(value_dim * size));
-    }
+  project_outputs(functions, products, in, all_tokens, batch * tokens * chunks * row / 16, output.data,
+                  [&](int64_t i, int64_t h, float* found) {
+    const int64_t of = i % tokens * heads + h, number = i / tokens * rows + of;
+    const auto [begin, end] = range_of(of / QUERIES);
+    functions.combine(&call, h, sums + number * row, end > begin ? (end - begin + chunk - 1) / chunk : 0, stride, found);
   });
   stack[0] = output.release();
 }

@@ -143,21 +143,26 @@ void attend_as(const DecodeCall& c, const DecodePart& part) {
   }
   Made* const made = reinterpret_cast<Made*>(part.decoded);
   const EvenRows<Made> keys{made, c.dim};
-  const auto rows_at = [&](const DecodeCache& cache, int64_t key) {
-    return EvenRows<Number>{row_of<Number>(cache, part.b, 0, key), cache.of_key};
+  const auto rows = [](const DecodeCache& cache, const int64_t* places) {
+    return PagedRows<Number>{static_cast<const Number*>(cache.data), places};
   };
-  for (int64_t from = part.from; from < part.to; from += BLOCK) {
+  constexpr int64_t size = sizeof(Number);
+  Places of[2];
+  find(c, part, part.from, within(part.to - part.from), of[0]);
+  for (int64_t from = part.from, block = 0; from < part.to; from += BLOCK, ++block) {
+    const Places &now = of[block % 2], &next = of[1 - block % 2];
     const int count = within(part.to - from), following = within(part.to - from - BLOCK);
+    find(c, part, from + BLOCK, following, of[1 - block % 2]);
     if (hides_block(c, part, from, count)) continue;
-    const EvenRows<Number> latents = rows_at(c.key, from), ropes = rows_at(c.value, from);
+    const PagedRows<Number> latents = rows(c.key, now.keys), ropes = rows(c.value, now.values);
     for (int j = 0; j < count; ++j) {
       As::copy(latents[j], c.value_dim, made + j * c.dim);
       As::copy(ropes[j], rope_dim, made + j * c.dim + c.value_dim);
     }
-    Ahead<EvenRows<Number>> next;
-    next.add(latents.from(BLOCK), c.value_dim * static_cast<int64_t>(sizeof(Number)), following);
-    next.add(ropes.from(BLOCK), rope_dim * static_cast<int64_t>(sizeof(Number)), rope_dim == 0 ? 0 : following);
-    one_block<typename As::Kind, typename As::Values>(c, part, 0, keys, keys, from, count, next);
+    Ahead<PagedRows<Number>> ahead;
+    ahead.add(rows(c.key, next.keys), c.value_dim * size, following);
+    ahead.add(rows(c.value, next.values), rope_dim * size, rope_dim == 0 ? 0 : following);
+    one_block<typename As::Kind, typename As::Values>(c, part, 0, keys, keys, from, count, ahead);
   }
 }
 

@@ -109,13 +109,28 @@ def by_plans(
     paged = resolve(query, query_rope, latent_pages, *tables, up_key, up_value, features)
 
     def attend(query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        length, keys = query.shape[1], latent.shape[1]
-        if up_key is None or up_value is None or absorbs(paged.sizes, length, keys, True, True):
-            return absorbed.attend(query, query_rope, latent, rope, up_key, up_value, paged.call)
-        expanded = expand(query, query_rope, latent, rope, up_key, up_value)
-        return absorbed.attention_of(expanded[0], keys)(*expanded, paged.call)
+        return _attend(query, query_rope, latent, rope, up_key, up_value, paged)
 
     return _each(attend, query, query_rope, paged)
+
+
+def by_plan(
+    query: torch.Tensor, query_rope: torch.Tensor, paged: PagedCall, sequence: contract.Sequence,
+    up_key: torch.Tensor | None, up_value: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`by_plans` of one sequence: its rows (T, H, Dn) and (T, H, R) -> (T, H, Dv)."""
+    return _attend(query[None], query_rope[None], *_keys(paged, sequence), up_key, up_value, paged)[0]
+
+
+def _attend(
+    query: torch.Tensor, query_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
+    up_key: torch.Tensor | None, up_value: torch.Tensor | None, paged: PagedCall,
+) -> torch.Tensor:  # fmt: skip
+    length, keys = query.shape[1], latent.shape[1]
+    if up_key is None or up_value is None or absorbs(paged.sizes, length, keys, True, True):
+        return absorbed.attend(query, query_rope, latent, rope, up_key, up_value, paged.call)
+    expanded = expand(query, query_rope, latent, rope, up_key, up_value)
+    return absorbed.attention_of(expanded[0], keys)(*expanded, paged.call)
 
 
 def in_graph(
@@ -143,10 +158,15 @@ def _each(
     outputs = []
     page_count, page_size = paged.latent.shape[:2]
     sequences = contract.read_sequences(query.shape[0], page_count, page_size, *paged.tables, paged.call.left)
-    block_tables = paged.tables[1]
     for s in sequences:
-        pages = block_tables[s.row, s.page : s.page + s.pages]
-        keys = (pool[pages].flatten(0, 1)[None, : s.keys] for pool in (paged.latent, paged.rope))
-        outputs.append(attend(query[None, s.first : s.last], query_rope[None, s.first : s.last], *keys)[0])
+        rows = slice(s.first, s.last)
+        outputs.append(attend(query[None, rows], query_rope[None, rows], *_keys(paged, s))[0])
     owned = sequences[-1].last if sequences else 0
     return torch.cat([*outputs, query.new_zeros(query.shape[0] - owned, paged.sizes.heads, paged.sizes.value_dim)])
+
+
+def _keys(paged: PagedCall, sequence: contract.Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents (1, S, L) and rotated keys (1, S, R) of a sequence."""
+    pages = paged.tables[1][sequence.row, sequence.page : sequence.page + sequence.pages]
+    latent, rope = (pool[pages].flatten(0, 1)[None, : sequence.keys] for pool in (paged.latent, paged.rope))
+    return latent, rope

@@ -43,9 +43,7 @@ void ragged_page(uint64_t* stack, uint64_t, uint64_t) {
   const int32_t dtype = element_of(query.dtype);
   require(dtype >= 0, "ragged_page takes float32, bfloat16 or float16");
   require(!given.mask && !given.bias, "ragged_page has no mask and no bias");
-  require(context_lens.dim == 1 && block_tables.dim == 2 && query_start_loc.dim == 1 &&
-              block_tables.sizes[0] == context_lens.sizes[0] && query_start_loc.sizes[0] == context_lens.sizes[0] + 1,
-          "ragged_page: tables are (B,), (B, columns) and (B + 1,)");
+  require_tables(context_lens, block_tables, query_start_loc);
   const int64_t sizes[3] = {tokens, heads, value_dim};
   Tensor output(empty(3, sizes, query.dtype));
   const DecodeFunctions& functions = decode_of(level);

@@ -32,6 +32,12 @@ struct TableNumbers {
   bool wide;
 };
 
+inline void require_tables(const Tensor& context_lens, const Tensor& block_tables, const Tensor& query_start_loc) {
+  require(context_lens.dim == 1 && block_tables.dim == 2 && query_start_loc.dim == 1 &&
+              block_tables.sizes[0] == context_lens.sizes[0] && query_start_loc.sizes[0] == context_lens.sizes[0] + 1,
+          "ragged_page: tables are (B,), (B, columns) and (B + 1,)");
+}
+
 // Query rows [row, row + rows) of a sequence and the keys [from, to) that they see between them, in `parts` tasks.
 struct PageBlock {
   int64_t row, rows, from, to, parts, sums, table, first;
@@ -151,10 +157,12 @@ class PagedRows {
 
   // Head h of a row that a sequence owns: `dim` numbers, `stride` apart. A block's queries of a key/value head lie
   // together, a row's one after another.
-  void pack(int64_t row, int64_t h, const char* from, int64_t stride) const {
+  void pack(int64_t row, int64_t h, const char* from, int64_t stride) const { pack_as(row, h, from, stride, call_.dtype); }
+  // The same of numbers of another dtype.
+  void pack_as(int64_t row, int64_t h, const void* from, int64_t stride, int32_t dtype) const {
     const PageBlock& block = of(row);
     const int64_t nth = (row - block.row) * group_ + h % group_, all = block.rows * group_;
-    functions_.pack(from, stride, call_.dtype, call_.dim, all, packing_,
+    functions_.pack(from, stride, dtype, call_.dim, all, packing_,
                     queries_.get() + block.row * bytes_of_row_ +
                         (h / group_ * all * padded_ + nth * packing_.step) * (packing_.dtype == FLOAT32 ? 4 : 2));
   }
@@ -174,12 +182,21 @@ class PagedRows {
     functions_.attend(&call_, &part);
   }
 
-  // The output of head h of a row that a sequence owns.
-  void combine(int64_t row, int64_t h) const {
+  // What `combine` of the functions takes of head h of a row that a sequence owns: its sums over each of `parts` ranges of
+  // keys, `stride` numbers apart.
+  struct Sums {
+    float* first;
+    int64_t parts, stride;
+  };
+  Sums sums(int64_t row, int64_t h) const {
     const PageBlock& block = of(row);
     const int64_t query = h / group_ * block.rows * group_ + (row - block.row) * group_ + h % group_;
-    functions_.combine(&call_, row, h, sums_.get() + block.sums + query * row_, block.parts,
-                       block.rows * call_.heads * row_);
+    return {sums_.get() + block.sums + query * row_, block.parts, block.rows * call_.heads * row_};
+  }
+  // The output of head h of a row that a sequence owns.
+  void combine(int64_t row, int64_t h) const {
+    const Sums of_head = sums(row, h);
+    functions_.combine(&call_, row, h, of_head.first, of_head.parts, of_head.stride);
   }
 
   // How many rows a sequence owns, how many numbers of keys and values all tasks read, and those of all sums.

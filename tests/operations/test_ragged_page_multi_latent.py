@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from easytorch.kernels.cpu import library
 from easytorch.kernels.ragged_page.write import write_page
 from easytorch.operations import OperationImpl, OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.dispatch.check import TOLERANCE, relative_rms_error
 
-BACKENDS = ["native", "aten"]
+BACKENDS = ["native", "aten"] + ["cpu"] * (library.missing() is None)
 LENGTHS, CONTEXTS = [1, 5, 1, 0, 40], [20, 9, 1, 5, 40]
 HEADS, NOPE, ROPE, LATENT, VALUE, PAGE = 6, 30, 10, 36, 20, 7
 
@@ -152,5 +153,6 @@ def test_choices() -> None:
 
 
 def test_differential_mode(compared: list[str]) -> None:
-    operation()(**make()[0])
-    assert compared == ["ragged_page_multi_latent_attention:aten"]
+    call = make()[0]
+    operation()(**call)
+    assert compared == [f"ragged_page_multi_latent_attention:{operation().choose(**call).backend}"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.interop.torch_func import recording, without_numbers
-from easytorch.kernels.multi_latent import paged
+from easytorch.kernels.multi_latent import cpu_pages, paged
 from easytorch.kernels.multi_latent.contract import check_widths
 from easytorch.kernels.multi_latent.paged import Pages
 from easytorch.operations.attention.ragged_page import PagedImpl, RaggedPageFeatures
@@ -33,8 +33,10 @@ class RaggedPageMultiLatentAttention(PagedImpl):
     padding. Of a pair of pools only the second is copied.
     """
 
-    paths: ClassVar = {"gpu": "triton", "tpu": "pallas"}
+    paths: ClassVar = {"cpp": "cpu", "gpu": "triton", "tpu": "pallas"}
+    functions: ClassVar = {"cpu": "cpu_pages.ragged_page_multi_latent_attention"}
     folder = "multi_latent"
+    cpp_reason = "pages are read where they lie, once for all heads, and one call projects before and after"
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -69,6 +71,10 @@ class RaggedPageMultiLatentAttention(PagedImpl):
             return refusal
         if backend == "aten":
             return None
+        if backend == "cpu":
+            given = (query, query_rope, latent_pages, context_lens, block_tables, query_start_loc, num_seqs)
+            others = (up_key, up_value, features.get("sinks"))
+            return cpu_pages.supports(self.metadata.runtime_dtype or query.dtype, *given, *others)
         latent, rope = paged.split_pages(latent_pages, query_rope.shape[-1])
         if recording(query, query_rope, latent, rope, up_key, up_value, features.get("sinks")):
             return "its kernel has no backward, and this call needs a gradient"
@@ -96,6 +102,14 @@ class RaggedPageMultiLatentAttention(PagedImpl):
         definition = functools.partial(kernel, softmax_dtype=self.metadata.runtime_softmax_dtype)
         tables = (context_lens, block_tables, query_start_loc, num_seqs)
         return self.run(definition, query, query_rope, latent_pages, *tables, up_key, up_value, **features)
+
+    def prefers_cpp(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # where nothing is cast: then its own operands say whether it is faster
+        return (
+            self.metadata.runtime_dtype is None
+            and self.metadata.runtime_softmax_dtype is None
+            and cpu_pages.prefers(*args, **kwargs)
+        )
 
     @backend("aten")
     def forward_cpu(self, *args: Any, **kwargs: Any) -> AttentionOutput:

@@ -58,6 +58,10 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
             ones(2, 3, 4, 8), ones(2, 3, 4, 2), ones(2, 5, 6), ones(2, 5, 2), ones(4, 8, 6), ones(4, 7, 6), *plain, TOP,
         )),
         ("multi_latent", (ones(2, 3, 4, 6), ones(2, 3, 4, 2), ones(2, 5, 6), ones(2, 5, 2), None, None, *plain, TOP)),
+        ("multi_latent_pages", (
+            ones(3, 4, 8), ones(3, 4, 2), ones(2, 4, 6), ones(2, 4, 2), *tables, ones(4, 8, 6), ones(4, 7, 6),
+            *AttentionCall(right=0), 9, TOP,
+        )),
         ("experts_step", (
             ones(2, 6), torch.zeros(2, 1, dtype=torch.int64), ones(2, 1), ones(3, 8, 6), *dense[1:], ones(3, 6, 4),
             *dense[1:], 0, 1.0, 1.0, 1, TOP,
