@@ -90,9 +90,11 @@ class LatentAttention(nn.Module):
         query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         cache: Any,
+        with_weights: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """latent (B, 1, S, L), key_rope (B, 1, S, R) and the mask (B, 1, T, S): those of the tokens that are attended
-        to. query: what `compress_query` gave."""
+        to. query: what `compress_query` gave. with_weights: the attention's weights, which have a column for every
+        token, may be an output."""
         return latent, key_rope, attention_mask
 
     def rotate(
@@ -138,8 +140,10 @@ class LatentAttention(nn.Module):
             return linear(self.o_proj, paged.reshape(batch, length, -1)), None
         if cache is not None:
             latent, key_rope = cache.update(latent, key_rope, self.layer_idx, kwargs=kwargs)
+        with_weights = bool(kwargs.get("output_attentions")) or wants_attentions(self.config)
+        with_weights = with_weights or attn_implementation(self.config) == "eager"
         latent, key_rope, attention_mask = self.narrow(
-            latent, key_rope, attention_mask, hidden_states, latent_query, position_embeddings, cache
+            latent, key_rope, attention_mask, hidden_states, latent_query, position_embeddings, cache, with_weights
         )
         if self._absorbs(query, latent, attention_mask, kwargs):
             observed(self)

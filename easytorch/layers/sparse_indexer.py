@@ -118,6 +118,7 @@ class SparseLatentAttention(LatentAttention):
         query: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         cache: Cache | None,
+        with_weights: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if not isinstance(attention_mask, torch.Tensor):
             raise ValueError(
@@ -130,7 +131,7 @@ class SparseLatentAttention(LatentAttention):
         exporting = torch.compiler.is_exporting()  # a program that should not depend on the lengths it was traced with
         if not exporting and count == keys:
             return latent, key_rope, attention_mask
-        if not exporting and length == 1:
+        if not exporting and length == 1 and not with_weights:
             mask = attention_mask.expand(batch, -1, -1, -1).gather(3, chosen[:, None])
             rows = chosen[:, :, :, None]
             latent, key_rope = (one.gather(2, rows.expand(-1, -1, -1, one.shape[3])) for one in (latent, key_rope))

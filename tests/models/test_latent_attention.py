@@ -11,6 +11,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
 import easytorch
 from easytorch import AutoModelForCausalLM
+from easytorch.cache_names import CACHE, cache_of
 from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.experts_step import cpu as experts_cpu
 from easytorch.kernels.linear.preference import ONE_FLOAT32_ROW
@@ -244,3 +245,20 @@ def test_generate_decodes_by_the_operators_in_cpp(
     assert calls == of_cpp
     allowed = 1e-5 if dtype == torch.float32 else 2e-2
     assert relative_rms_error(found.logits[1], expected.logits[1]) <= allowed
+
+
+@pytest.mark.parametrize("implementation", ["eager", "easytorch"])
+def test_attention_weights_of_one_token_have_a_column_for_every_key(implementation, make_pair) -> None:
+    """Where an indexer chooses too: those of tokens that were not chosen are 0, as transformers'."""
+    ours, theirs = make_pair(CAUSAL["deepseek_v32"], FAMILIES["deepseek_v32"].config())
+    ours.set_attn_implementation(implementation)
+    theirs.set_attn_implementation("eager")
+    ids = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17]])
+    outputs = []
+    with torch.no_grad():
+        for model in (ours, theirs):
+            cache = cache_of(model(ids[:, :-1], use_cache=True))
+            outputs.append(model(ids[:, -1:], output_attentions=True, **{CACHE: cache}))
+    for found, expected in zip(outputs[0].attentions, outputs[1].attentions, strict=True):
+        assert found.shape == expected.shape == (1, ours.config.num_attention_heads, 1, 10)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
