@@ -2,8 +2,8 @@
 
     python scripts/bench_dispatch.py
 
-Where the C++ operator is chosen, the call skips checks that the selection has made and that the direct call makes, and a
-repeated call of a shortcut skips all of them: the overhead may be negative.
+Where the C++ operator is chosen, the call skips checks that the selection has made and that the direct call makes, and
+a repeated call of a shortcut skips all of them: the overhead may be negative.
 
 The two are timed in turns, so that a change of clock speed or load affects both; the figures are medians of the CPU
 time of one thread, in microseconds.

@@ -130,8 +130,8 @@ def make_plan(
     state = _State.of(model, layout, made, stage.weights)
     balance_experts(model, axes)
     used, devices = compiler_devices(math.prod(axes.values()), compiler, found.name)
-    samples = []
-    for few_layers in layers.samples():
+
+    def compiled(few_layers: list[int]) -> _Sample:
         layers.keep(few_layers)
         few = OPTIMIZERS[optimizer](list(model.parameters()))
         own = Layout(axes, layout_of(model, axes, None).weights)
@@ -139,7 +139,10 @@ def make_plan(
             model, few, own, (rows // pieces, length), devices,
             recompute=recompute, autocast=PRECISIONS[precision][1],
         )  # fmt: skip
-        samples.append((facts, _State.of(model, own, few)))
+        counted = _State.of(model, own, few)
+        return _Sample(few_layers, facts, facts.memory - counted.kept - counted.gradients)
+
+    samples = _sampled(layers, compiled)
     return _plan(
         found, layers, stage.layers, samples, state, stages, pieces, name or str(getattr(config, "model_type", "")),
         {**axes, **({"pp": stages} if stages > 1 else {})}, rows * length, used,
@@ -150,7 +153,7 @@ def _plan(
     device: Device,
     layers: Layers,
     own: list[int],
-    samples: list[tuple[Facts, _State]],
+    samples: list[_Sample],
     state: _State,
     stages: int,
     pieces: int,
@@ -160,24 +163,56 @@ def _plan(
     compiler: str,
 ) -> Plan:
     """Of a stage, which has `own` of the layers of each kind, and of its micro-batches in flight."""
-    rest = [facts.memory - counted.kept - counted.gradients for facts, counted in samples]
-    activations = layers.extrapolate(rest, own)
+    places, facts = [one.layers for one in samples], [one.facts for one in samples]
+    rest = [max(one.rest, samples[0].rest) for one in samples]  # a layer never takes less than nothing
+    activations = layers.extrapolate(places, rest, own)
     if stages > 1:  # 1F1B: the first stage holds the inputs of as many micro-batches as there are stages
-        fixed = layers.extrapolate(rest, [0.0] * len(own))
+        fixed = layers.extrapolate(places, rest, [0.0] * len(own))
         activations = max(fixed, 0.0) + max(activations - fixed, 0.0) * min(stages, pieces)
-    flops = pieces * max(layers.extrapolate([facts.flops for facts, _ in samples], own), 0.0)
-    kinds = sorted({kind for facts, _ in samples for kind in facts.collectives})
+    flops = pieces * max(layers.extrapolate(places, [one.flops for one in facts], own), 0.0)
+    kinds = sorted({kind for one in facts for kind in one.collectives})
     collectives = {}
     for kind in kinds:
-        by_sample = [facts.collectives.get(kind, (0, 0)) for facts, _ in samples]
-        number = pieces * layers.extrapolate([count for count, _ in by_sample], own)
-        size = pieces * layers.extrapolate([size for _, size in by_sample], own)
+        by_sample = [one.collectives.get(kind, (0, 0)) for one in facts]
+        number = pieces * layers.extrapolate(places, [count for count, _ in by_sample], own)
+        size = pieces * layers.extrapolate(places, [size for _, size in by_sample], own)
         collectives[kind] = round(max(number, 0)), round(max(size, 0))
     return Plan(
         name, mesh, device.name, math.prod(mesh.values()), state.count, state.parameters, state.optimizer,
         state.gradients, round(max(activations, 0)), device.usable, flops, flops / device.flops, tokens, collectives,
-        compiler, [sum(counts) for counts in layers.samples()],
+        compiler, [sum(counts) for counts in places],
     )  # fmt: skip
+
+
+class _Sample(NamedTuple):
+    """A step with so many layers of each kind. rest: bytes of a device beside parameters, optimizer and gradients."""
+
+    layers: list[int]
+    facts: Facts
+    rest: int
+
+
+# How many layers more are tried where a deeper program takes less than a shallower one.
+_DEEPER = 2
+
+
+def _sampled(layers: Layers, compiled: Callable[[list[int]], _Sample]) -> list[_Sample]:
+    """The samples that are extrapolated.
+
+    A compiler's schedule of a shallow program may be another one, which takes more than that of a deeper one (of
+    DeepSeek V3 in bf16, three layers took 52 GB and four 37): such a sample says nothing of the model, and deeper ones
+    are compiled.
+    """
+    made: dict[tuple[int, ...], _Sample] = {}
+    for more in range(_DEEPER + 1):
+        places = layers.samples(more)
+        for place in places:
+            if tuple(place) not in made:
+                made[tuple(place)] = compiled(place)
+        found = [made[tuple(place)] for place in places]
+        if min(one.rest for one in found) >= found[0].rest:
+            break
+    return found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ pytest.importorskip("jax")
 
 from easytorch.backends.xla.aot import Facts
 from easytorch.cli.main import main
-from easytorch.plan import make_plan
+from easytorch.plan import estimate, make_plan
 from easytorch.plan.compiled import tpu_slice
 from easytorch.plan.devices import DEVICES
 from easytorch.plan.estimate import _on_meta
@@ -59,6 +60,30 @@ def test_layers_of_each_kind_are_extrapolated(linear: list[list[int]]) -> None:
     assert plan.parameters == plan.gradients == plan.parameter_count * 4 // 2 == plan.optimizer // 2
     assert plan.activations == 500 + 2 * DENSE + 4 * EXPERTS
     assert plan.fits and plan.memory == plan.parameters * 4 + plan.activations
+
+
+def test_a_shallow_program_that_takes_more_than_a_deeper_one_is_left_out(
+    linear: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a line through it more layers took less, and a model of many no activations at all."""
+    compile_step = estimate.compile_step
+
+    def uneven(model: Any, *args: Any, **settings: Any) -> Facts:
+        facts = compile_step(model, *args, **settings)
+        return dataclasses.replace(facts, temporary=10**6 if len(model.model.layers) == 3 else 0)
+
+    monkeypatch.setattr(estimate, "compile_step", uneven)
+    plan = make_plan(config_of(TINY), "fsdp=2", "v5e", precision="fp32")
+    assert linear == [[1, 2], [2, 2], [1, 3], [2, 3], [1, 4]]
+    assert plan.activations == 500 + 2 * DENSE + 4 * EXPERTS and plan.compiled_layers == [4, 5, 5]
+
+
+def test_layers_that_never_take_more_count_as_nothing(monkeypatch: pytest.MonkeyPatch, linear: list[list[int]]) -> None:
+    def shrinking(model: Any, *args: Any, **settings: Any) -> Facts:
+        return Facts(10**9 - 10**6 * len(model.model.layers), 0, 0, 0, 0.0, {})
+
+    monkeypatch.setattr(estimate, "compile_step", shrinking)
+    assert make_plan(config_of(TINY), "fsdp=2", "v5e", precision="fp32").activations > 9 * 10**8
 
 
 def test_a_stage_has_its_layers_and_the_micro_batches_in_flight(linear: list[list[int]]) -> None:
