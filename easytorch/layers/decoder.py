@@ -195,7 +195,8 @@ class DecoderBackbone(_Base):
             found: torch.Tensor = places
             return found
         # a cache of states alone has no count of its tokens, and its layers need no positions
-        states = cache is None or (cache.layers and not any(isinstance(one, CacheLayerMixin) for one in cache.layers))
+        layers = getattr(cache, "layers", ())  # an EncoderDecoderCache has none
+        states = cache is None or (layers and not any(isinstance(one, CacheLayerMixin) for one in layers))
         past = 0 if cache is None or states else cache.get_seq_length()
         return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
 

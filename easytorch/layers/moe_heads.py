@@ -28,7 +28,8 @@ class BalancedCausalLMHead(MoeCausalLMHead):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         text = text_config_of(config)
-        self.num_experts: int = getattr(text, "num_local_experts", None) or text.num_experts
+        local = getattr(text, "num_local_experts", None)  # 0 of a Granite without experts
+        self.num_experts: int = text.num_experts if local is None else local
         self.router_aux_loss_coef = text.router_aux_loss_coef
         self.num_experts_per_tok = text.num_experts_per_tok
 

@@ -34,7 +34,8 @@ WITH_GRADIENTS = (
 )  # fmt: skip
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
-        "decode", "multi_latent_attention", "ragged_page_attention", "rotary", *WITH_GRADIENTS,
+        "decode", "multi_latent_attention", "ragged_page_attention", "ragged_page_multi_latent_attention",
+        "rotary", *WITH_GRADIENTS,
     )
 ]  # fmt: skip
 FORCED = [
