@@ -284,6 +284,15 @@ def test_activations_have_transformers_names(family) -> None:
     assert ours == theirs and ours
 
 
+def test_a_folder_that_is_not_there_is_an_os_error(llama_config, tmp_path) -> None:
+    kind = importlib.import_module("easytorch.models.llama").LlamaForCausalLM
+    kind(llama_config()).save_pretrained(tmp_path)
+    for folder, where in ((tmp_path / "no" / "folder", {}), (tmp_path, {"subfolder": "none"})):
+        for one in (kind, transformers.LlamaForCausalLM):
+            with pytest.raises(OSError):
+                one.from_pretrained(folder, **where)
+
+
 @pytest.mark.parametrize("name", ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
 def test_a_hook_of_the_merger_s_layers_is_called(make_pair, name) -> None:
     family = "qwen2_vl" if name.startswith("Qwen2VL") else "qwen2_5_vl"
