@@ -157,9 +157,10 @@ def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor |
     """x + mlp(norm(x)) for x that `steps` takes, (B, T, D) -> (B, T, D); None where the modules are to run."""
     if not _is(type(module), _FEED_FORWARD) or watched(module):
         return None
-    modules: Any = module._modules
+    network: Any = module
+    modules = network._modules
     scale = _scale_of(norm, x, x.shape[2])
-    act = modules.get("act_fn")
+    act = modules.get(network.act_name)
     activation = None if act is None or watched(act) else activation_of(act)
     gate, up, down = (_projection(modules.get(name)) for name in ("gate_proj", "up_proj", "down_proj"))
     if scale is None or activation is None or gate is None or up is None or down is None:

@@ -265,6 +265,8 @@ class FirstTokenPooler(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(linear(self.dense, hidden_states[:, 0]))
+        pooled: torch.Tensor = self.activation(linear(self.dense, hidden_states[:, 0]))
+        return pooled

@@ -19,8 +19,12 @@ FRESH, LEAST_ROWS = 2**25, 256
 
 
 class GatedMLP(FusedProjections):
-    """down(act(gate(x)) * up(x)), arXiv:2002.05202: (..., D) -> (..., D)."""
+    """down(act(gate(x)) * up(x)), arXiv:2002.05202: (..., D) -> (..., D).
 
+    act_name: what transformers calls the activation, for hooks; most families as here.
+    """
+
+    act_name: ClassVar[str] = "act_fn"
     fused = ("gate_proj", "up_proj")
 
     def __init__(
@@ -38,7 +42,7 @@ class GatedMLP(FusedProjections):
         self.gate_proj: Any = make(hidden_size, intermediate_size)
         self.up_proj: Any = make(hidden_size, intermediate_size)
         self.down_proj: Any = make(intermediate_size, hidden_size)
-        self.act_fn = activation(act)
+        setattr(self, self.act_name, activation(act))
         self.lay_projections()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +54,7 @@ class GatedMLP(FusedProjections):
 
     def _network(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.projections(x)
-        return linear(self.down_proj, gated(self.act_fn, gate, up))
+        return linear(self.down_proj, gated(getattr(self, self.act_name), gate, up))
 
     def _rows_at_once(self, x: torch.Tensor) -> int | None:
         """How many tokens go through the network at once; None for all, and where a hook would be called for each part.
@@ -63,22 +67,24 @@ class GatedMLP(FusedProjections):
         if x.numel() // max(shape[-1], 1) * bytes_of_row < FRESH or not x.is_cpu or not eager_inference():
             return None
         layers = (self.gate_proj, self.up_proj, self.down_proj)
-        if any(plain_weight(layer) is None for layer in layers) or watched(self.act_fn):
+        if any(plain_weight(layer) is None for layer in layers) or watched(getattr(self, self.act_name)):
             return None
         return max(LEAST_ROWS, FRESH // 2 // bytes_of_row)
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))): (..., D) -> (..., D). A family names the two as its checkpoints do."""
+    """down(act(up(x))): (..., D) -> (..., D). A family names the two as its checkpoints do, and act as transformers."""
 
     up_name: ClassVar[str] = "up_proj"
     down_name: ClassVar[str] = "down_proj"
+    act_name: ClassVar[str] = "act_fn"
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str | nn.Module, *, bias: bool = False) -> None:
         super().__init__()
         setattr(self, self.up_name, nn.Linear(hidden_size, intermediate_size, bias=bias))
         setattr(self, self.down_name, nn.Linear(intermediate_size, hidden_size, bias=bias))
-        self.act_fn = plain_activation(act)
+        setattr(self, self.act_name, plain_activation(act))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(getattr(self, self.down_name), self.act_fn(linear(getattr(self, self.up_name), x)))
+        act, up, down = (getattr(self, name) for name in (self.act_name, self.up_name, self.down_name))
+        return linear(down, act(linear(up, x)))

@@ -46,7 +46,7 @@ class TowerAttention(GroupedAttention):
 class TowerMLP(PlainMLP):
     """fc2(act(fc1(x))): (B, T, D) -> (B, T, D)"""
 
-    up_name, down_name = "fc1", "fc2"
+    up_name, down_name, act_name = "fc1", "fc2", "activation_fn"
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         width = config.intermediate_size if intermediate_size is None else intermediate_size

@@ -84,7 +84,8 @@ class FalconH1MLP(GatedMLP):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.act_fn(linear(self.gate_proj, x) * self.gate_multiplier)
+        act = getattr(self, self.act_name)
+        gate = act(linear(self.gate_proj, x) * self.gate_multiplier)
         return linear(self.down_proj, linear(self.up_proj, x) * gate) * self.down_multiplier
 
 

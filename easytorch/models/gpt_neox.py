@@ -26,7 +26,7 @@ from easytorch.protocol.native import NativeDecoder
 
 
 class GPTNeoXMLP(PlainMLP):
-    up_name, down_name = "dense_h_to_4h", "dense_4h_to_h"
+    up_name, down_name, act_name = "dense_h_to_4h", "dense_4h_to_h", "act"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)

@@ -35,7 +35,7 @@ class Llama4VisionAttention(TowerAttention):
 
 
 class Llama4VisionMLP(PlainMLP):
-    up_name, down_name = "fc1", "fc2"
+    up_name, down_name, act_name = "fc1", "fc2", "activation_fn"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, nn.GELU(), bias=True)

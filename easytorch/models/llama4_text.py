@@ -27,6 +27,8 @@ from easytorch.protocol.native import NativeMoeDecoder
 
 
 class Llama4TextMLP(GatedMLP):
+    act_name = "activation_fn"
+
     def __init__(self, config: Any, intermediate_size: int) -> None:
         super().__init__(config.hidden_size, intermediate_size, plain_activation(config.hidden_act))
 

@@ -64,6 +64,7 @@ class MambaPreTrainedModel(NativeDecoder):
 
 class MambaModel(ArgumentsInOrder, MambaPreTrainedModel):
     block_class: ClassVar[type[MambaBlock]] = MambaBlock
+    output_class: ClassVar[Any] = MambaOutput
     arguments = (
         "input_ids", "inputs_embeds", STATES, "use_cache", "output_hidden_states", "return_dict", "attention_mask"
     )  # fmt: skip
@@ -109,15 +110,17 @@ class MambaModel(ArgumentsInOrder, MambaPreTrainedModel):
         hidden_states = self.norm_f(hidden_states)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        return MambaOutput(
+        output: MambaOutput = self.output_class(
             last_hidden_state=hidden_states,
             **state_keyword(cache if use_cache else None),
             hidden_states=(*after, hidden_states) if output_hidden_states else None,
         )
+        return output
 
 
 class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
     backbone_class: ClassVar[type[MambaModel]] = MambaModel
+    output_class: ClassVar[Any] = MambaCausalLMOutput
     arguments: ClassVar[tuple[str, ...]] = (
         "input_ids", "attention_mask", "inputs_embeds", STATES, "labels", "output_hidden_states", "return_dict",
         "use_cache", "logits_to_keep", "seq_idx",
@@ -175,9 +178,10 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MambaCausalLMOutput(
+        output: MambaCausalLMOutput = self.output_class(
             loss=loss, logits=logits, **state_keyword(cache_of(outputs)), hidden_states=outputs.hidden_states
         )
+        return output
 
 
 def _rename_embeddings(state_dict: dict[str, Any], *_: Any) -> None:

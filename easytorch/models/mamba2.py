@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import GenerationMixin, Mamba2Config
+from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mamba2Output
 
 from easytorch.cache_names import STATES
 from easytorch.layers import mamba2_mixer
@@ -44,10 +45,12 @@ class Mamba2PreTrainedModel(MambaPreTrainedModel):
 
 class Mamba2Model(Mamba2PreTrainedModel, MambaModel):
     block_class = Mamba2Block
+    output_class = Mamba2Output
 
 
 class Mamba2ForCausalLM(Mamba2PreTrainedModel, MambaForCausalLM, GenerationMixin):
     backbone_class = Mamba2Model
+    output_class = Mamba2CausalLMOutput
     arguments = (
         "input_ids", "inputs_embeds", STATES, "labels", "output_hidden_states", "return_dict", "use_cache",
         "attention_mask", "logits_to_keep", "seq_idx",

@@ -18,7 +18,7 @@ from easytorch.protocol.native import NativeDecoder
 
 
 class PhiMLP(PlainMLP):
-    up_name, down_name = "fc1", "fc2"
+    up_name, down_name, act_name = "fc1", "fc2", "activation_fn"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)

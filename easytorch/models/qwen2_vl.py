@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.vision_utils import get_vision_attention_seqlens, get_vision_position_ids
 
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
-from easytorch.layers.linear import linear
+from easytorch.layers.linear import linear, watched
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
@@ -42,7 +42,7 @@ class VisionAttention(PackedAttention):
 
 
 class VisionMlp(PlainMLP):
-    up_name, down_name = "fc1", "fc2"
+    up_name, down_name, act_name = "fc1", "fc2", "act"
 
 
 class Qwen2VLVisionBlock(PackedBlock):
@@ -67,8 +67,11 @@ class PatchMerger(nn.Module):
         )
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        squares = self.ln_q(patches).view(-1, self.hidden_size)
+        if type(self.mlp) is not nn.Sequential or len(self.mlp) != 3 or watched(self.mlp):
+            return self.mlp(squares)
         up, act, down = self.mlp
-        return linear(down, act(linear(up, self.ln_q(patches).view(-1, self.hidden_size))))
+        return linear(down, act(linear(up, squares)))
 
 
 class Qwen2VLPreTrainedModel(NativeVideoText):

@@ -18,7 +18,7 @@ from easytorch.protocol.native import NativeDecoder
 
 
 class Starcoder2MLP(PlainMLP):
-    up_name, down_name = "c_fc", "c_proj"
+    up_name, down_name, act_name = "c_fc", "c_proj", "act"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.use_bias)

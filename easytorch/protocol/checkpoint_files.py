@@ -93,9 +93,9 @@ def _from_hub(name: str, from_flax: bool, kwargs: dict[str, Any]) -> Path | None
     cached = {key: value for key, value in hub.items() if key != "token"}
     inside = f"{kwargs['subfolder']}/" if kwargs.get("subfolder") else ""
     there = (isinstance(try_to_load_from_cache(name, inside + file, **cached), str) for file in TORCH_FILES)
-    if not from_flax and (kwargs.get("gguf_file") is not None or any(there)):
-        return None
     try:
+        if not from_flax and (kwargs.get("gguf_file") is not None or any(there)):
+            return None
         if kwargs.get("local_files_only") or is_offline_mode():
             return Path(snapshot_download(name, local_files_only=True, **hub))
         listed = HfApi(token=hub.get("token")).list_repo_files(name, revision=hub.get("revision"))

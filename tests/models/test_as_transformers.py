@@ -18,6 +18,7 @@ from easytorch.layers.attention import SAID_TO_BATCHING
 from easytorch.models._bert_encoder import BertEmbeddings
 from easytorch.protocol.batching import generate_batch
 from tests.models.families import FAMILIES, LANGUAGE
+from tests.models.image_text_families import image_text_inputs
 
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
@@ -267,3 +268,37 @@ def test_each_dropout_of_bert_acts_and_only_in_training(make_pair, bert_config) 
     attention = ours.encoder.layer[0].attention.train()
     assert not torch.allclose(attention(states)[0], attention(states)[0])
     assert torch.equal(attention.eval()(states)[0], attention(states)[0])
+
+
+@pytest.mark.parametrize(
+    "family", ["llama4_text", "phi", "starcoder2", "gpt_neox", "clip", "siglip", "vit", "dinov2", "qwen2_vl", "bert"]
+)
+def test_activations_have_transformers_names(family) -> None:
+    """So that hooks and replacements by name find them."""
+    row, made = FAMILIES[family], []
+    for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+        with torch.device("meta"):
+            made.append(dict(getattr(source, row.heads[0])(row.config()).named_modules()))
+    ends = ("act", "act_fn", "activation", "activation_fn")
+    ours, theirs = ({name for name in one if name.split(".")[-1] in ends} for one in made)
+    assert ours == theirs and ours
+
+
+def test_a_folder_that_is_not_there_is_an_os_error(llama_config, tmp_path) -> None:
+    kind = importlib.import_module("easytorch.models.llama").LlamaForCausalLM
+    kind(llama_config()).save_pretrained(tmp_path)
+    for folder, where in ((tmp_path / "no" / "folder", {}), (tmp_path, {"subfolder": "none"})):
+        for one in (kind, transformers.LlamaForCausalLM):
+            with pytest.raises(OSError):
+                one.from_pretrained(folder, **where)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+def test_a_hook_of_the_merger_s_layers_is_called(make_pair, name) -> None:
+    family = "qwen2_vl" if name.startswith("Qwen2VL") else "qwen2_5_vl"
+    given, results = image_text_inputs(name), []
+    for model in make_pair(name, FAMILIES[family].config()):
+        model.get_submodule("model.visual.merger.mlp").register_forward_hook(lambda module, args, output: 2 * output)
+        with torch.no_grad():
+            results.append(model(**given).logits)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
