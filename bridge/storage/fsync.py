@@ -25,8 +25,9 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def _everything(path: Path) -> list[Path]:
-    """All paths under a folder, each folder after its contents; a file alone."""
-    inside = [child for entry in path.iterdir() for child in _everything(entry)] if path.is_dir() else []
+    """All paths under a folder, each folder after its contents; a file alone. What links lead to is none of it."""
+    entries = [entry for entry in path.iterdir() if not entry.is_symlink()] if path.is_dir() else []
+    inside = [child for entry in entries for child in _everything(entry)]
     return [*inside, path]
 
 

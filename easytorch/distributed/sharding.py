@@ -15,6 +15,8 @@ from easytorch.distributed.refusals import check_sharding
 from easytorch.distributed.rules import PartitionRules, specs_by_rules
 
 Uneven = Literal["error", "replicate"]
+# The dtypes that every backend of torch.distributed sends; the others go as bytes.
+_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 @check_types()
@@ -239,5 +241,13 @@ def _broadcast(model: nn.Module, mesh: Any) -> None:
         group = mesh.get_group(axis)
         source = dist.get_global_rank(group, 0)
         for one in itertools.chain(model.parameters(), model.buffers()):
-            if not one.is_meta:
+            if one.is_meta:
+                continue
+            if one.dtype in _SENT and one.is_contiguous():
                 dist.broadcast(one, source, group)
+                continue
+            data = one.detach()
+            whole = data.contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), source, group)
+            if not data.is_contiguous():
+                data.copy_(whole)

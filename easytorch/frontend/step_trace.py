@@ -27,6 +27,7 @@ from easytorch.frontend.decompositions import decompositions
 from easytorch.frontend.errors import LoweringError
 from easytorch.frontend.partition_ops import barrier, with_sharding
 from easytorch.frontend.step_draws import Draws
+from easytorch.frontend.step_records import Records
 
 # (parameter's name, its value) -> the value as the module computes with it
 Gather = Callable[[str, Tensor], Tensor]
@@ -108,7 +109,8 @@ def _step(
     )
     with torch.enable_grad(), _recomputed(spec) as inside, _precision(spec):
         used = {name: one if name in inside else _gathered(spec, name, one) for name, one in values.items()}
-        output = functional_call(spec.model, {**used, **own}, args, kwargs, tie_weights=True)
+        inside_model = {**used, **own}
+        output = _call(spec.model, inside_model, args, kwargs)
         loss = spec.loss(output)
         if loss.dim():
             raise LoweringError(f"the loss of a train step is one number, and it has the shape {tuple(loss.shape)}")
@@ -126,7 +128,35 @@ def _step(
             scale = (spec.max_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = {name: grad * scale.to(grad.dtype) for name, grad in grads.items()}
         new, kept = _updated(spec, values, dict(zip(spec.slots, slots, strict=True)), grads, numbers)
-    return [*new, *kept, *own.values(), loss.detach(), norm]
+    after = [_as_before(name, one, inside_model[name]) for name, one in own.items()]
+    return [*new, *kept, *after, loss.detach(), norm]
+
+
+def _call(module: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """The module's output with these tensors in place of its own, and of those that are tied to them; `values` has
+    then what the forward has assigned to their names.
+
+    `tie_weights` of torch exchanges the tensors of a module that has two names twice, and so leaves traced ones in it.
+    """
+    own = {
+        f"{prefix}.{key}" if prefix else key: one
+        for prefix, inner in module.named_modules()
+        for key, one in (*inner._parameters.items(), *inner._buffers.items())
+        if one is not None
+    }
+    given = {id(own[name]): value for name, value in values.items()}
+    everywhere = {name: given[id(one)] for name, one in own.items() if id(one) in given}
+    output = functional_call(module, everywhere, args, kwargs, tie_weights=False)
+    values.update((name, everywhere[name]) for name in list(values))
+    return output
+
+
+def _as_before(name: str, before: Tensor, after: Any) -> Tensor:
+    """What a forward has left of a buffer."""
+    if not isinstance(after, Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
+        found = (tuple(after.shape), after.dtype) if isinstance(after, Tensor) else after
+        raise LoweringError(f"the forward of a train step makes {found} of {name}, {tuple(before.shape)} {before.dtype}")
+    return after.detach()
 
 
 def _updated(
@@ -213,6 +243,7 @@ def _recompute(spec: StepSpec, prefix: str, layer: nn.Module, function: Any, arg
     flat, structure = pytree.tree_flatten((args, function.keywords))
     places = [place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
     shape: list[Any] = []
+    records = Records()
 
     def run(kept: Mapping[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         weights = {
@@ -223,16 +254,20 @@ def _recompute(spec: StepSpec, prefix: str, layer: nn.Module, function: Any, arg
             leaves[place] = one
         positional, keywords = pytree.tree_unflatten(leaves, structure)
         with _plain(layer):
-            output = functional_call(layer, {**weights, **kept}, positional, keywords)
+            output = records.during(lambda: _call(layer, {**weights, **kept}, positional, keywords))
         results, found = pytree.tree_flatten(output)
-        shape[:] = [found]
-        return tuple(results)
+        shape[:] = [found, [(False, None) if isinstance(one, Tensor) else (True, one) for one in results]]
+        return tuple(one for one in results if isinstance(one, Tensor))
 
     stored = [spec.stored.get(f"{prefix}.{name}") for name in own]
     results = _Recomputed.apply(  # type: ignore[no-untyped-call]
         run, stored, buffers, *own.values(), *(flat[place] for place in places)
     )
-    return pytree.tree_unflatten(list(results), shape[0])
+    found, others = shape
+    rest = iter(results)
+    output, recorded = pytree.tree_unflatten([one if other else next(rest) for other, one in others], found)
+    records.add(recorded)
+    return output
 
 
 @contextlib.contextmanager

@@ -109,6 +109,7 @@ def make_plan(
             raise ValueError(f"{what} must be an integer of at least 1, got {count!r}")
     axes = _axes(mesh)
     stages = axes.pop("pp", 1)
+    axes = axes or {"dp": 1}  # a stage of a pipeline alone is a program of one device
     _check_depth(config)
     if (why := causal.refusal(config)) is not None:
         raise ValueError(why)

@@ -51,10 +51,13 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     """`save_pretrained` of a model over a mesh, or in another format than torch's. Each rank calls this.
 
     save: the one of a single process, with the folder, for what is gathered by the first rank: adapters, quantized
-    weights, an upload, a mesh of torch_xla. kwargs: those of `save_pretrained` that are given.
+    weights, an upload, a mesh of torch_xla. kwargs: those of `save_pretrained` that are given; is_main_process is that
+    of a replica, of which one writes: over a mesh all take part.
     """
     given = {name: one for name, one in kwargs.items() if one is not None}
     mesh, to = mesh_of(model), given.pop("to", "torch")
+    if mesh is None and given.get("is_main_process") is False:
+        return None
     why = _only_gathered(model, mesh, given)
     if why is not None:
         if to != "torch":

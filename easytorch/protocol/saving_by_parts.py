@@ -27,6 +27,7 @@ from easytorch.bridge.core.reader import Reader
 from easytorch.bridge.core.sizes import parse_size
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.base import Layout, WritableFormat
+from easytorch.bridge.formats.orbax_trees.index import MANIFEST, METADATA, own_paths, read_index
 from easytorch.bridge.formats.torch_buffers import write_torch_buffers
 from easytorch.bridge.jobs.sources import ReaderSource
 from easytorch.bridge.jobs.targets import target
@@ -45,7 +46,7 @@ FORMATS = ("torch", "flax", "flax-safetensors", "orbax", "orbax-zarr")
 _TIES = "tie_word_embeddings"
 _MADE = ".saved"
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"(model|flax_model)(-\d{5}-of-\d{5})?\.(safetensors|msgpack)(\.index\.json)?")
+_WEIGHTS = re.compile(r"(model|flax_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|msgpack|bin)(\.index\.json)?")
 
 
 def save_by_parts(
@@ -72,9 +73,10 @@ def save_by_parts(
     size = parse_size(max_shard_size)
     if to != "torch" and not original:
         raise ValueError("save_original_format=False is of torch's names: a tree has names of its own")
-    path = Path(os.path.abspath(directory))
-    path = path.resolve() if path.is_symlink() else path
+    given = Path(directory)
     with cpu_group(mesh) as group:
+        with _readable_errors(given, group):
+            path: Path = together(group, lambda: _place(given))[0]
         with _readable_errors(path, group):
             saving = _Saving(model, path, group, to, size, dtype, original)
         saving.run()
@@ -180,7 +182,7 @@ class _Saving:
 
     def _write(self, folder: Path, planned: _Planned) -> None:
         """Each rank its files; all take part until the last one is written."""
-        seen = exchanged(self.group, folder.is_dir())
+        seen = exchanged(self.group, _sees(folder))
         own = _shared(planned.layout, [rank for rank, sees in enumerate(seen) if sees], len(seen))
         reads = [self._reads(planned, files, beside=rank == 0) for rank, files in enumerate(own)]
         wanted: list[list[Request]] = [requests(names, self.names) for names in reads]
@@ -268,12 +270,37 @@ def _shared(layout: Layout, writers: Sequence[int], ranks: int) -> list[list[str
     return [sorted(files) for files in own]
 
 
+def _place(directory: Path) -> Path:
+    """Where a folder is, behind a link."""
+    path = os.path.abspath(directory)
+    return Path(os.path.realpath(path) if os.path.islink(path) else path)
+
+
+def _sees(folder: Path) -> bool:
+    """Whether this rank can look into a folder."""
+    with suppress(OSError):
+        return folder.is_dir()
+    return False
+
+
+def _weights_of(folder: Path) -> set[str]:
+    """The names in a folder that an earlier save of weights has left, in whichever format."""
+    names = {entry.name for entry in folder.iterdir() if _WEIGHTS.fullmatch(entry.name)}
+    if any((folder / marker).is_file() for marker in (METADATA, MANIFEST)):
+        keys: list[str] = []
+        with suppress(CheckpointError):  # damaged
+            keys += read_index(folder).stored.values()
+        names |= {entry.name for entry in own_paths(folder, keys) if entry.parent == folder}
+    return names
+
+
 def _carry_over(old: Path, new: Path) -> None:
     """What a folder holds beside the weights of an earlier save, as links where the disk has them."""
     if not old.is_dir():
         return
+    weights = _weights_of(old)
     for entry in old.iterdir():
-        if _WEIGHTS.fullmatch(entry.name) or os.path.lexists(new / entry.name):
+        if entry.name in weights or os.path.lexists(new / entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
@@ -285,22 +312,33 @@ def _carry_over(old: Path, new: Path) -> None:
 
 def _stays(path: Path) -> bool:
     """Whether a folder cannot be exchanged for another."""
-    if not path.is_dir():
+    if not _sees(path):
         return False
-    return os.path.ismount(path) or Path.cwd().is_relative_to(path) or not os.access(path.parent, os.W_OK)
+    if os.path.ismount(path) or not os.access(path.parent, os.W_OK):
+        return True
+    with suppress(OSError):  # the working directory may be gone
+        return Path.cwd().is_relative_to(path)
+    return False
 
 
 def _move_into(made: Path, folder: Path) -> None:
     """Files of weights first, their index last, then what is left of an earlier save goes."""
     names = sorted((entry.name for entry in made.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+    before = _weights_of(folder)
     for name in names:
-        if (folder / name).is_dir() and (made / name).is_dir():
-            shutil.rmtree(folder / name)
+        if (folder / name).is_dir() or (made / name).is_dir():
+            _remove(folder / name)
         (made / name).replace(folder / name)
     made.rmdir()
-    for entry in folder.iterdir():
-        if _WEIGHTS.fullmatch(entry.name) and entry.name not in names:
-            entry.unlink()
+    for name in before.difference(names):
+        _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _link(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ import transformers
 import easytorch
 from easytorch import protocol
 from easytorch.bridge.convert import convert
+from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.load_tree import load_tree
 from tests.distributed.saving_rank import MESHES, SIZE
 from tests.models.families import FAMILIES
@@ -108,6 +109,72 @@ def test_a_folder_that_cannot_be_exchanged_gets_the_files(tmp_path: Path, monkey
     }  # fmt: skip
     again = easytorch.AutoModelForCausalLM.from_pretrained(".").state_dict()
     assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_earlier_save_of_another_layout_is_gone(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left of it was read in the place of the new weights: pytorch_model.bin, and a store of Orbax."""
+    old = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    folder = tmp_path / "folder"
+    old.save_pretrained(folder, to="orbax")
+    torch.save(old.state_dict(), folder / "pytorch_model.bin")
+    kept = (folder / "data" / ".zarray", folder / "notes.txt")
+    for one in kept:
+        one.parent.mkdir(exist_ok=True)
+        one.touch()
+    if stays:
+        monkeypatch.chdir(folder)
+    for to in ("orbax-zarr", "flax", "orbax-zarr", "flax-safetensors"):
+        model.save_pretrained(folder, to=to)
+        again = easytorch.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
+        assert all(one.is_file() for one in kept)
+    assert {one.name for one in folder.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "data", "notes.txt",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_lies_in_the_folder_does_not_end_a_save(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that leads nowhere or back, and a folder with the name of a file that is written."""
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    (tmp_path / "nowhere").symlink_to("missing")
+    (tmp_path / "back").symlink_to(".")
+    (tmp_path / "flax_model.msgpack").mkdir()
+    (tmp_path / "config.json").mkdir()
+    if stays:
+        monkeypatch.chdir(tmp_path)
+    model.save_pretrained(tmp_path, to="flax")
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "config.json", "generation_config.json", "flax_model.msgpack", "nowhere", "back",
+    }  # fmt: skip
+    easytorch.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_of_replicas_one_writes(tmp_path: Path) -> None:
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    model.save_pretrained(tmp_path / "other", to="flax", is_main_process=False)
+    assert not (tmp_path / "other").exists()
+    model.save_pretrained(tmp_path / "main", to="flax", is_main_process=True)
+    assert (tmp_path / "main" / "flax_model.msgpack").is_file()
+
+
+def test_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the way of relative paths alone, and an error of all ranks, which would wait for this one."""
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    model.save_pretrained(tmp_path / "folder", to="flax")
+    model.save_pretrained(tmp_path / "folder", to="flax")
+    with pytest.raises(CheckpointError, match="folder: cannot be written: No such file"):
+        model.save_pretrained("folder", to="flax")
 
 
 def test_a_process_alone_writes_trees_too(tmp_path: Path) -> None:

@@ -144,6 +144,51 @@ def test_what_is_computed_again_has_the_buffers_it_had() -> None:
     torch.testing.assert_close(found[1]["0.seen"], torch.full((8,), 2.5))
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_of_unusual_forms(shared: bool, again: bool) -> None:
+    """One that returns None beside its output, assigns to a buffer, and is there under two names, as in torch."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            found = self.linear(x * self.seen).tanh()
+            self.seen = self.seen + found.mean(0)
+            return found, None
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            first = Layer()
+            self.layers = nn.ModuleList([first, first if shared else Layer()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x, _ = layer(x)
+                layer.seen = layer.seen.detach()
+            return x
+
+    torch.manual_seed(0)
+    model = Layers().train()
+    alone = copy.deepcopy(model)
+    optimizer, eager = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, alone))
+    step = easytorch.frontend.train_step(model, optimizer, loss=squared, backend="torch", recompute=again)
+    x = torch.linspace(-1, 1, 40).view(5, 8)
+    for _ in range(3):
+        eager.zero_grad()
+        wanted = squared(alone(x))
+        wanted.backward()
+        eager.step()
+        torch.testing.assert_close(step(x), wanted.detach())
+    step.sync()
+    torch.testing.assert_close(model.state_dict(), alone.state_dict())
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD, momentum"])
 def test_parameters_without_a_gradient_are_left_as_they_are(name: str) -> None:
     """Weight decay too leaves them, as torch's optimizers do."""
