@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -83,14 +85,15 @@ def save_shards(
     for name, one in tensors.items():
         state[name] = _rectangular(one)
         local = _local(state[name])
-        if local.numel() and local.data_ptr() in seen and not in_background:  # which copies each
+        if local.numel() and local.data_ptr() in seen and not in_background:  # whose stager does
             state[name] = state[name].clone()  # safetensors refuses two names of one memory
         seen.add(local.data_ptr())
-    writer = _Writer(folder, _merged(_files(state), group), finish)
+    stager = (stager or Stager()) if in_background else None
+    writer = _Writer(folder, _merged(_files(state), group), finish, stager)
     # that there is no process group is what a single process wants; the filter is for a thread too
     warnings.filterwarnings("ignore", message=_ALONE)
     if in_background:
-        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager or Stager())
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
         return future  # type: ignore[no-any-return]
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
@@ -149,23 +152,42 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path, *, group: Any = Non
 class Stager(BlockingAsyncStager):
     """Copies tensors to the CPU, into the memory of the copies before where they are as large.
 
-    torch's own keeps it too, but as pinned memory, which there is with a GPU alone.
+    torch's own keeps it too, but as pinned memory, which there is with a GPU alone. A weight of several names is copied
+    once while training waits; `copy_tied` gives each name memory of its own, as safetensors asks for.
     """
 
     shapes: dict[str, Any] | None = None
+    tied: Mapping[str, str] = MappingProxyType({})  # the other names of a tensor -> its first
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         shapes = {name: (_local(one).shape, one.dtype) for name, one in state_dict.items()}
         if self.state_dict_cache is None or shapes != self.shapes:
             self.state_dict_cache, self.shapes = _create_cpu_state_dict(state_dict), shapes
-        copied: dict[str, Any] = _copy_state_dict(state_dict, self.state_dict_cache)
-        return copied
+        kept, first = self.state_dict_cache, dict[Any, str]()
+        names = {name: first.setdefault(_memory(one) or name, name) for name, one in state_dict.items()}
+        self.tied = {name: other for name, other in names.items() if name != other}
+        untied = [name for name in state_dict if name not in self.tied]
+        _copy_state_dict({name: state_dict[name] for name in untied}, {name: kept[name] for name in untied})
+        return dict(kept)
+
+    def copy_tied(self) -> None:
+        """The rest of `stage`, in the thread that writes."""
+        for name, first in self.tied.items():
+            kept = self.state_dict_cache
+            _local(kept[name]).copy_(_local(kept[first]))
 
 
 class _Writer(HuggingFaceStorageWriter):
-    def __init__(self, folder: Path, files: dict[str, int], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, files: dict[str, int], finish: Callable[[], None], stager: Stager | None = None
+    ) -> None:
         super().__init__(str(folder), files, save_distributed=True)
-        self._finish = finish
+        self._finish, self._stager = finish, stager
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        if self._stager is not None:
+            self._stager.copy_tied()
+        return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         self._finish()
@@ -211,6 +233,12 @@ def _placements(tensor: Tensor) -> tuple[Any, ...] | None:
         if one.split_factor != ahead:
             return tuple(Shard(one.dim) if isinstance(one, _StridedShard) else one for one in tensor.placements)
     return None
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...] | None:
+    """The same for two tensors that lie in the same numbers; None for one without numbers."""
+    one = _local(tensor)
+    return (one.device, one.data_ptr(), one.dtype, one.shape, one.stride()) if one.numel() else None
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -199,11 +199,14 @@ def _sum_fake(
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of the gradients, which have none: zeros of the weight's size
     ctx.save_for_backward(*output[1:], *inputs[:4])
     ctx.arguments = inputs[4:]
 
 
-def _sum_autograd(ctx: Any, total_grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor | None, ...]:
+def _sum_autograd(ctx: Any, total_grad: torch.Tensor | None, *others: Any) -> tuple[torch.Tensor | None, ...]:
+    if total_grad is None:
+        return (None,) * (4 + len(ctx.arguments))
     *grads, hidden, weight, bias, labels = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -290,12 +293,11 @@ def _step(library: str) -> Step:
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad * factor in `dtype`; in place where the graph is freed by this backward pass, which ends the use of grad."""
-    if grad.dtype == dtype and eager() and not torch.is_grad_enabled() and not _keep_graph():
-        return grad.mul_(factor)
-    if grad.device.type != "cpu" or torch.is_grad_enabled() or grad.dtype == dtype:
-        return (grad * factor).to(dtype)
-    return torch.mul(grad, factor, out=torch.empty(grad.shape, dtype=dtype))  # one pass, nothing wide in between
+    """grad * factor in `dtype`. Multiplied in place where the graph is freed by this backward pass, which ends the use
+    of grad: another product, with a narrower `out=` too, is held in float32 beside it first."""
+    if eager() and not torch.is_grad_enabled() and not _keep_graph():
+        return grad.mul_(factor).to(dtype)
+    return (grad * factor).to(dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -212,3 +212,17 @@ def test_an_exported_loss_has_any_gradient_it_is_asked_for(recorded: tuple[bool,
         expected = torch.autograd.grad(Loss()(*leaves, labels), wanted)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_allocates_the_gradients_in_their_dtype_alone(dtype):
+    """Zeros for the outputs without a gradient, and a product in float32 beside the sum, were the peak of a step."""
+    hidden = torch.randn(600, 32, dtype=dtype, requires_grad=True)
+    weight = torch.randn(5000, 32, dtype=dtype, requires_grad=True)
+    loss = fused_linear_cross_entropy(hidden, weight, torch.randint(5000, (600,)), chunk_size=256)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        torch.autograd.grad(loss, (hidden, weight))
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    narrowed = 0 if dtype == torch.float32 else hidden.nbytes + weight.nbytes
+    assert sum(size for size in sizes if size > 0) <= narrowed + 4096
