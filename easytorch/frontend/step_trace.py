@@ -155,7 +155,9 @@ def _as_before(name: str, before: Tensor, after: Any) -> Tensor:
     """What a forward has left of a buffer."""
     if not isinstance(after, Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
         found = (tuple(after.shape), after.dtype) if isinstance(after, Tensor) else after
-        raise LoweringError(f"the forward of a train step makes {found} of {name}, {tuple(before.shape)} {before.dtype}")
+        raise LoweringError(
+            f"the forward of a train step makes {found} of {name}, {tuple(before.shape)} {before.dtype}"
+        )
     return after.detach()
 
 
