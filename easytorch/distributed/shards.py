@@ -172,8 +172,8 @@ class Stager(BlockingAsyncStager):
 
     def copy_tied(self) -> None:
         """The rest of `stage`, in the thread that writes."""
+        kept = self.state_dict_cache or {}
         for name, first in self.tied.items():
-            kept = self.state_dict_cache
             _local(kept[name]).copy_(_local(kept[first]))
 
 
