@@ -2,7 +2,8 @@
 
     scripts/check_faults.py [--trials 20] [--seed 0] [--mesh fsdp=2]
 
-A trial kills one of two processes with SIGKILL: at a random step, or as soon as a random checkpoint is being written.
+A trial kills one of two processes or both with SIGKILL: at a random step, or as soon as a random checkpoint is being
+written.
 The restarted run must end with the uninterrupted losses, weights and moments, to the bit, and leave no hidden folder.
 Prints a line for each trial, and exits with 1 where one differs.
 """
@@ -56,15 +57,17 @@ def main() -> int:
             saving, moment = bool(draw.getrandbits(1)), draw.randrange(1, STEPS - 2)
             if saving:
                 moment = max(SAVE_EVERY, moment // SAVE_EVERY * SAVE_EVERY)
-            words = killed_once(config, moment, saving, draw.randrange(2)) or differences(config, alone)
+            ranks = draw.choice(((0,), (1,), (0, 1)))
+            words = killed_once(config, moment, saving, ranks) or differences(config, alone)
             failed += bool(words)
             what = f"while checkpoint-{moment} is written" if saving else f"after step {moment}"
-            print(f"{'FAIL' if words else 'ok  '} {given.mesh} killed {what} {words}", flush=True)
+            who = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+            print(f"{'FAIL' if words else 'ok  '} {given.mesh} {who} killed {what} {words}", flush=True)
     return 1 if failed else 0
 
 
-def killed_once(config: TrainingConfig, moment: int, saving: bool, rank: int) -> str:
-    """Run `config` under torchrun, and kill the rank once; why it did not end well, or ""."""
+def killed_once(config: TrainingConfig, moment: int, saving: bool, ranks: tuple[int, ...]) -> str:
+    """Run `config` under torchrun, and kill the ranks once; why it did not end well, or ""."""
     running = _start(config)
     output, until = Path(config.output), time.monotonic() + PATIENCE
     try:
@@ -72,11 +75,12 @@ def killed_once(config: TrainingConfig, moment: int, saving: bool, rank: int) ->
             if running.poll() is not None or time.monotonic() > until:
                 return f"ended with {running.returncode} before it was killed"
             time.sleep(0.002)
+        killed = 0
         for process in _ranks(running.pid):
-            if f"\0RANK={rank}\0" in _environment(process):
+            if any(f"\0RANK={rank}\0" in _environment(process) for rank in ranks):
                 os.kill(process, signal.SIGKILL)
-                break
-        else:
+                killed += 1
+        if not killed:
             return "had no such rank any more"
         code = running.wait(PATIENCE)
         return f"ended with {code}: {_errors(output)}" if code else ""
