@@ -1,21 +1,24 @@
-"""`save_pretrained` of models over a mesh: the ranks share the writing, or the first of them writes what all hold."""
+"""`save_pretrained` of models over a mesh: the ranks share the writing, or the first of them writes what it gathers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from easytorch.distributed.sharding import full_tensors, mesh_of
+from easytorch.distributed.gathering import Gathering, Request
+from easytorch.distributed.sharding import mesh_of
+from easytorch.distributed.together import RankFailedError, cpu_group, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.adapters import adapter_names
 from easytorch.protocol.dtypes import dtype_of
+from easytorch.protocol.quantization import EasyTorchQuantizer
 from easytorch.protocol.reference_arguments import folder_of
 
 # Arguments of transformers' that are of a model in one process.
@@ -34,11 +37,11 @@ def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
 
 def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:
     """`save_pretrained` of a class of transformers', sharded or not."""
-    save = functools.partial(type(model).save_pretrained, model, save_directory)
+    save = functools.partial(type(model).save_pretrained, model)
     if by_ranks(model, kwargs):
         return save_sharded(model, save_directory, save, kwargs)
     kwargs.pop("to", None)
-    return save(**kwargs)
+    return save(save_directory, **kwargs)
 
 
 def by_name(arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -50,66 +53,103 @@ def by_name(arguments: tuple[Any, ...]) -> dict[str, Any]:
 def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """`save_pretrained` of a model over a mesh, or in another format than torch's. Each rank calls this.
 
-    save: the one of a single process, with the folder, for what is gathered by the first rank: adapters, quantized
-    weights, an upload, a mesh of torch_xla. kwargs: those of `save_pretrained` that are given; is_main_process is that
-    of a replica, of which one writes: over a mesh all take part.
+    save: the one of a single process, for what the first rank writes alone: adapters, of which it gets no other
+    tensors, and what is uploaded. kwargs: those of `save_pretrained` that are given; is_main_process is that of a
+    replica, of which one writes: over a mesh all take part.
     """
     given = {name: one for name, one in kwargs.items() if one is not None}
     mesh, to = mesh_of(model), given.pop("to", "torch")
     if mesh is None and given.get("is_main_process") is False:
         return None
-    why = _only_gathered(model, mesh, given)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not isinstance(quantizer, EasyTorchQuantizer):
+        raise ValueError(
+            f"{type(quantizer).__name__} writes weights of one process: save the model without a mesh, or quantize it "
+            "by model.quantize()"
+        )
+    why = _only_gathered(model, given)
+    if to != "torch" and (why is not None or is_quantized(model)):
+        raise ValueError(
+            f"to={to!r} does not go with {why or 'quantized weights'}: save it as torch's and convert that"
+        )
+    float_dtype, folder = given.pop("float_dtype", None), folder_of(save_directory, given.pop("step", None))
+    dtype = None if float_dtype is None else dtype_of(float_dtype)
+    mesh = None if is_spmd_mesh(mesh) else mesh  # of torch_xla: one process has it all
     if why is not None:
-        if to != "torch":
-            raise ValueError(f"to={to!r} does not go with {why}: save it as torch's and convert that")
-        return _save_gathered(model, mesh, save, given)
-    dtype, step = given.pop("float_dtype", None), given.pop("step", None)
-    original = given.pop("save_original_format", True)
-    size = given.pop("max_shard_size", "50GB")
-    folder = folder_of(save_directory, step)
+        if dtype is not None and not adapter_names(model):
+            raise ValueError(f"float_dtype does not go with {why}: cast the model by to_dtype")
+        return _save_gathered(model, mesh, functools.partial(save, folder), given, dtype)
 
     from easytorch.protocol.saving_by_parts import save_by_parts  # which loads the bridge's formats
 
-    wanted = None if dtype is None else dtype_of(dtype)
-    save_by_parts(model, folder, mesh=mesh, to=to, max_shard_size=size, dtype=wanted, original=original)
+    original, size = given.pop("save_original_format", True), given.pop("max_shard_size", "50GB")
+    save_by_parts(model, folder, mesh=mesh, to=to, max_shard_size=size, dtype=dtype, original=original)
     return None
 
 
-def _only_gathered(model: Any, mesh: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why the first rank writes what all hold; None where the ranks share the writing."""
-    if mesh is not None and is_spmd_mesh(mesh):
-        return "a mesh of torch_xla"
+def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why the first rank writes alone; None where the ranks share the writing."""
     if adapter_names(model):
         return "an adapter"
-    if is_quantized(model) or getattr(model, "hf_quantizer", None) is not None:
-        return "quantized weights"
     if kwargs.get("state_dict") is not None:
         return "state_dict"
     return next((name for name in _OF_ONE if kwargs.get(name)), None)
 
 
-def _save_gathered(model: nn.Module, mesh: Any, save: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """`save(**kwargs)` with the full weights, gathered one at a time and kept on the CPU by the mesh's first rank.
+def _save_gathered(
+    model: Any, mesh: Any, save: Callable[..., Any], kwargs: dict[str, Any], dtype: torch.dtype | None
+) -> Any:
+    """`save(state_dict=..., **kwargs)` in the mesh's first rank, with the full tensors that it writes: of an adapter
+    its own. Each is gathered by itself and kept on the CPU, in `dtype` where it is floating point.
 
-    Each rank calls this; the first alone writes. Its error is raised there, and the others raise `RuntimeError`.
+    Each rank calls this. The first rank's error is raised there, and the others raise `RuntimeError`.
     """
-    import torch.distributed as dist
-
-    if is_spmd_mesh(mesh):
-        return save(state_dict=full_tensors(model), **kwargs)
-    first = not any(mesh.get_coordinate())
-    state = full_tensors(model, keep=first)
-    result, error = None, None
-    if first:
+    with cpu_group(mesh) as group:
+        # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
+        gathering = Gathering(model.state_dict(keep_vars=True), group)
+        first = gathering.rank == 0
         try:
-            result = save(state_dict=state, **kwargs)
-        except Exception as raised:  # the other ranks wait for this one
-            error = raised
-    failed = torch.tensor(float(error is not None), device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(failed, group=mesh.get_group(axis))
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError("save_pretrained: the first rank could not write the model")
-    return result
+            names = together(group, lambda: _written(model, gathering) if first else [])[0]
+            distinct = list(dict.fromkeys(gathering.tensors[name].tied for name in names))
+            wanted: list[list[Request]] = [[(name,) for name in distinct], *([] for _ in range(gathering.ranks - 1))]
+            rounds = gathering.rounds(wanted)
+
+            def write() -> Any:
+                full = {name: one for _ in distinct for name, one in rounds.next().items()} if first else {}
+                rounds.finish()
+                if not first:
+                    return None
+                if dtype is not None:
+                    full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
+                with _without_quantizer(model):
+                    return save(state_dict={name: full[gathering.tensors[name].tied] for name in names}, **kwargs)
+
+            return together(group, write)[0]
+        except RankFailedError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise RuntimeError("save_pretrained: the first rank could not write the model") from error
+
+
+def _written(model: Any, gathering: Gathering) -> list[str]:
+    """The names of the tensors that `save_pretrained` writes: of a model with an adapter those that PEFT takes."""
+    every = list(gathering.tensors)
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return every
+    stand_ins = {
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in gathering.tensors.items()
+    }
+    taken = {id(one) for one in model.get_adapter_state_dict(state_dict=dict(stand_ins)).values()}
+    found = [name for name, one in stand_ins.items() if id(one) in taken]
+    return found if len(found) == len(taken) else every  # of some it makes others
+
+
+@contextmanager
+def _without_quantizer(model: Any) -> Iterator[None]:
+    """transformers takes the state dict of a quantizer, which is that of this rank, in place of the given one."""
+    quantizer = model.__dict__.pop("hf_quantizer", None)
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -86,8 +85,9 @@ class ModuleMixin(_Base):
         if mesh_saving.by_ranks(self, {**kwargs, "to": to}):
             reference_arguments.refuse_jax(gather_fns=gather_fns)
             kwargs |= {"float_dtype": float_dtype, "step": step, "to": to}
-            save = functools.partial(self.save_pretrained, save_directory)
-            return mesh_saving.save_sharded(self, save_directory, save, mesh_saving.by_name(args) | kwargs)
+            return mesh_saving.save_sharded(
+                self, save_directory, self.save_pretrained, mesh_saving.by_name(args) | kwargs
+            )
         if gather_fns is None and float_dtype is None and step is None:
             return super().save_pretrained(save_directory, *args, **kwargs)
         if args:

@@ -145,7 +145,7 @@ def save_pretrained(
 
     if theirs is None and mesh_saving.by_ranks(model, kwargs):
         given = {**kwargs, "push_to_hub": push_to_hub, "token": token, "float_dtype": float_dtype, "step": step}
-        save = functools.partial(type(model).save_pretrained, model, save_directory)
+        save = functools.partial(type(model).save_pretrained, model)
         return mesh_saving.save_sharded(model, save_directory, save, given)
     folder = folder_of(save_directory, step)
     if token is not None:
