@@ -109,8 +109,9 @@ def _save_gathered(
         gathering = Gathering(model.state_dict(keep_vars=True), group)
         first = gathering.rank == 0
         try:
-            names = together(group, lambda: _written(model, gathering) if first else [])[0]
-            distinct = list(dict.fromkeys(gathering.tensors[name].tied for name in names))
+            found = together(group, lambda: _taken(model, gathering))
+            files = {name: source for one in found for name, source in one.items()}
+            distinct = list(dict.fromkeys(gathering.tensors[source].tied for source in files.values()))
             wanted: list[list[Request]] = [[(name,) for name in distinct], *([] for _ in range(gathering.ranks - 1))]
             rounds = gathering.rounds(wanted)
 
@@ -121,8 +122,9 @@ def _save_gathered(
                     return None
                 if dtype is not None:
                     full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
-                with _without_quantizer(model):
-                    return save(state_dict={name: full[gathering.tensors[name].tied] for name in names}, **kwargs)
+                state = {name: full[gathering.tensors[source].tied] for name, source in files.items()}
+                with _as_given(model):
+                    return save(state_dict=state, **kwargs)
 
             return together(group, write)[0]
         except RankFailedError as error:
@@ -131,25 +133,30 @@ def _save_gathered(
             raise RuntimeError("save_pretrained: the first rank could not write the model") from error
 
 
-def _written(model: Any, gathering: Gathering) -> list[str]:
-    """The names of the tensors that `save_pretrained` writes: of a model with an adapter those that PEFT takes."""
-    every = list(gathering.tensors)
+def _taken(model: Any, gathering: Gathering) -> dict[str, str]:
+    """Name that `save_pretrained` gives a tensor -> that in the model: of an adapter those that PEFT takes of the
+    modules that this rank has, which over pp are those of a stage."""
     if not getattr(model, "_hf_peft_config_loaded", False):
-        return every
+        return {name: name for name in gathering.tensors}
     stand_ins = {
         name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in gathering.tensors.items()
     }
-    taken = {id(one) for one in model.get_adapter_state_dict(state_dict=dict(stand_ins)).values()}
-    found = [name for name, one in stand_ins.items() if id(one) in taken]
-    return found if len(found) == len(taken) else every  # of some it makes others
+    names = {id(one): name for name, one in stand_ins.items()}
+    taken = model.get_adapter_state_dict(state_dict=dict(stand_ins))
+    if made := [name for name, one in taken.items() if id(one) not in names]:
+        raise NotImplementedError(f"{made[0]} is computed when its adapter is saved: gather_model first")
+    return {name: names[id(one)] for name, one in taken.items()}
 
 
 @contextmanager
-def _without_quantizer(model: Any) -> Iterator[None]:
-    """transformers takes the state dict of a quantizer, which is that of this rank, in place of the given one."""
+def _as_given(model: Any) -> Iterator[None]:
+    """transformers writes the state dict that it gets: a quantizer's, which is that of this rank, takes its place
+    otherwise, and PEFT takes of it what belongs to this rank's modules."""
     quantizer = model.__dict__.pop("hf_quantizer", None)
+    model.get_adapter_state_dict = lambda state_dict: state_dict
     try:
         yield
     finally:
+        del model.get_adapter_state_dict
         if quantizer is not None:
             model.hf_quantizer = quantizer
