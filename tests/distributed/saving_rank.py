@@ -18,7 +18,7 @@ import easytorch
 from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.formats.safetensors_files.torch_safetensors import TorchSafetensors
 from easytorch.distributed import make_mesh
-from easytorch.distributed.gathering import box_of
+from easytorch.distributed.gathering import Gathering, box_of
 from tests.processes import leave_group
 
 # meshes for each number of processes; the files of all are compared with those of one process
@@ -42,6 +42,48 @@ def check_boxes(model: Any) -> None:
         for dim, stretches in enumerate(box_of(one)):
             full = torch.cat([full.narrow(dim, start, stop - start) for start, stop in stretches] or [full[:0]], dim)
         assert torch.equal(full, one.to_local()), name
+
+
+# (family, bits, pattern of an adapter's layers, mesh): their files too are those of one process
+OF_FEW_BITS = (
+    ("llama", "int8", None, "fsdp=2"), ("qwen3_moe", "int4", None, "pp=2"), ("llama", "nf4", None, "tp=2"),
+    ("qwen3_moe", "int8", None, "dp=2"), ("llama", None, "q_proj|up_proj", "fsdp=2"),
+    ("qwen3_moe", None, "q_proj|o_proj", "pp=2"), ("llama", "nf4", "q_proj|up_proj", "fsdp=2"),
+)  # fmt: skip
+
+
+def check_few_bits(folder: Path, bits: str | None, adapted: str | None, axes: str) -> None:
+    """Quantized models, of which transformers would take the first rank's state dict, and adapters."""
+    model = easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    if bits is not None:
+        model.quantize(bits)
+    if adapted is not None:
+        model.apply_lora_to_layers(4, adapted, rngs=0)
+        model.merge_lora_params({name: one + 0.5 for name, one in model.split_lora_params().items()})
+    one, saved = (folder.with_name(f"{folder.name}-{bits}-{bool(adapted)}-{axes}-{which}") for which in ("one", "all"))
+    if dist.get_rank() == 0:
+        model.save_pretrained(one, max_shard_size=SIZE)
+    model.shard_model(mesh=make_mesh(axes))
+    asked: list[str] = []
+    exchange = Gathering.exchange
+    Gathering.exchange = lambda self, requests, turn: (  # type: ignore[method-assign]
+        asked.extend(name for names in requests for name in names) or exchange(self, requests, turn)
+    )
+    model.save_pretrained(saved, max_shard_size=SIZE)
+    Gathering.exchange = exchange  # type: ignore[method-assign]
+    assert asked and (adapted is None or all("lora_" in name for name in asked)), asked
+    dist.barrier()
+    names = [sorted(path.name for path in where.iterdir()) for where in (one, saved)]
+    assert names[0] == names[1], (bits, adapted, axes, names)
+    for name in names[0]:
+        assert (one / name).read_bytes() == (saved / name).read_bytes(), (bits, adapted, axes, name)
+    if bits is not None and adapted is None:
+        try:
+            model.save_pretrained(saved, to="flax")
+        except ValueError as error:
+            assert "does not go with quantized weights" in str(error), error
+        else:
+            raise AssertionError("quantized weights were written as a tree")
 
 
 def peak_during(work: Callable[[], object]) -> int:
@@ -135,6 +177,8 @@ def main(folder: Path) -> None:
         for to in ("torch", "flax", "orbax"):
             model.save_pretrained(folder / f"{family}-{axes}-{to}", to=to, max_shard_size=SIZE)
         model.save_pretrained(folder / f"{family}-{axes}-bfloat16", float_dtype="bfloat16", step=3)
+    for family, bits, adapted, axes in OF_FEW_BITS if dist.get_world_size() == 2 else ():
+        check_few_bits(folder / family, bits, adapted, axes)
     dist.barrier()
     print(f"rank {dist.get_rank()} ok\n", end="", flush=True)
     if dist.get_world_size() == 2:
