@@ -130,8 +130,10 @@ def _read(path: str) -> dict[str, Any]:
     is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = _from_yaml(text) if is_yaml else json.loads(text)
+        values = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
     except (ValueError, yaml.YAMLError) as error:
+        if str(error).endswith("given twice"):
+            raise ValueError(f"{flag('config')}: {path}: {error}: give it once") from error
         what = "YAML" if is_yaml else "JSON (a YAML file ends in .yaml)"
         raise ValueError(f"{flag('config')}: {path} is not {what}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
@@ -145,12 +147,28 @@ _ENDINGS = (".yaml", ".yml", ".json")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as JSON and Python read its numbers: `1e-3` is one, where YAML 1.1 takes it for text."""
+    """YAML as JSON and Python read its numbers: `1e-3` is one, where YAML 1.1 takes it for text. A name given twice,
+    of which PyYAML takes the last, is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        _once([(key.value, None) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"])
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a mapping. `ValueError` for a name that is given twice."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if isinstance(name, str) and name in found:
+            raise ValueError(f"{name} is given twice")
+        if isinstance(name, str):
+            found[name] = value
+    return found
 
 
 def _from_yaml(text: str) -> Any:

@@ -81,14 +81,14 @@ def _conversation(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase,
     if not any(one["role"] == "assistant" for one in messages[first:]):
         return [], []
     if "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
-        return _by_template(messages, first, tokenizer)
-    ids = _apply(tokenizer, messages)
+        return _by_template(messages, first, tokenizer, name)
+    ids = _apply(tokenizer, messages, name)
     labels = [IGNORED] * len(ids)
     for number in range(first, len(messages)):
         if messages[number]["role"] != "assistant":
             continue
-        before = _apply(tokenizer, messages[:number], add_generation_prompt=True)
-        after = _apply(tokenizer, messages[: number + 1])
+        before = _apply(tokenizer, messages[:number], name, add_generation_prompt=True)
+        after = _apply(tokenizer, messages[: number + 1], name)
         if ids[: len(before)] != before or ids[: len(after)] != after:
             raise ValueError(
                 f"{where}: the chat template changes earlier messages when later ones are added, so that the tokens of "
@@ -98,19 +98,29 @@ def _conversation(messages: Any, first: int, tokenizer: PreTrainedTokenizerBase,
     return ids, labels
 
 
-def _by_template(messages: list[Any], first: int, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    found: Any = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, messages: list[Any], name: str, **settings: Any) -> Any:
+    """transformers' `apply_chat_template`; `ValueError` where the template is wrong or refuses the messages."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, **settings)
+    except TemplateError as error:
+        raise ValueError(
+            f"{flag('dataset')} {name}: the chat template ({flag('chat_template')}, or the tokenizer's) does not take "
+            f"it: {error}; correct the template, or the messages"
+        ) from error
+
+
+def _by_template(messages: list[Any], first: int, tokenizer: PreTrainedTokenizerBase, name: str) -> Tokens:
+    found = _tokens_of(tokenizer, messages, name, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
-    start = len(_apply(tokenizer, messages[:first])) if first else 0
+    start = len(_apply(tokenizer, messages[:first], name)) if first else 0
     return ids, [
         one if of and place >= start else IGNORED for place, (one, of) in enumerate(zip(ids, mask, strict=True))
     ]
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[Any], **settings: Any) -> list[int]:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[Any], name: str, **settings: Any) -> list[int]:
     if not messages:
         return []
-    found: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **settings)
-    return list(found)
+    return list(_tokens_of(tokenizer, messages, name, return_dict=False, **settings))

@@ -57,7 +57,7 @@ class Rows:
         size, eos = self.config.block_size, self.tokenizer.eos_token_id
         held: list[int] = []
         for number, example in examples:
-            need_columns(example, str(self.config.dataset), "text")
+            need_columns(example, self._place(number), "text")
             ids = [*self.tokenizer(example["text"], add_special_tokens=False, verbose=False)["input_ids"], eos]
             self.counts.examples += 1
             place, used = used, 0
@@ -73,7 +73,7 @@ class Rows:
     def _answers(self, examples: Iterator[tuple[int, Example]], used: int) -> Iterator[tuple[Row, tuple[int, int]]]:
         size, held = self.config.block_size, list[Tokens]()
         for number, example in examples:
-            tokens = self._cut(answer_tokens(example, self.tokenizer, str(self.config.dataset)))
+            tokens = self._cut(answer_tokens(example, self.tokenizer, self._place(number)))
             self.counts.examples += 1
             if tokens is None:
                 continue
@@ -87,7 +87,7 @@ class Rows:
     def _pairs(self, examples: Iterator[tuple[int, Example]], used: int) -> Iterator[tuple[Row, tuple[int, int]]]:
         size = self.config.block_size
         for number, example in examples:
-            found = preference_tokens(example, self.tokenizer, str(self.config.dataset))
+            found = preference_tokens(example, self.tokenizer, self._place(number))
             chosen, rejected = map(self._cut, found)
             self.counts.examples += 1
             if chosen is None or rejected is None:
@@ -97,6 +97,10 @@ class Rows:
                 one = _packed([tokens], size)
                 row |= {f"{name}_{key}": value for key, value in one.items() if key != "segment_ids"}
             yield row, (number + 1, 0)
+
+    def _place(self, number: int) -> str:
+        """An example's place, as errors name it."""
+        return f"{self.config.dataset}, example {number + 1}"
 
     def _cut(self, tokens: Tokens) -> Tokens | None:
         ids, labels = tokens

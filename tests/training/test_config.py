@@ -150,6 +150,8 @@ def test_a_recipe_trains(tmp_path):
     [
         ("steps: [1", "is not YAML"),
         ("- steps", "must hold a mapping of training settings, got a list"),
+        ("steps: 1\nsteps: 2", "recipe.yaml: steps is given twice: give it once"),
+        ("model:\n  model_type: llama\n  model_type: qwen3", "model_type is given twice"),
         ("1: 2", "keys that are not strings"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
         ("hiden: 1", "unknown training settings hiden"),

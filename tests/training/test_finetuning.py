@@ -92,6 +92,10 @@ def test_examples_that_cannot_be_used_are_refused(tokenizer, finetuning, tmp_pat
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="changes earlier messages when later ones are added"):
         answer_tokens({"messages": TALK}, tokenizer, "d")
+    for wrong, said in (("{% for %}", "Expected an expression"), ("{{ raise_exception('no system') }}", "no system")):
+        tokenizer.chat_template = wrong
+        with pytest.raises(ValueError, match=rf"the chat template .* does not take it: {said}.*; correct"):
+            answer_tokens({"messages": TALK}, tokenizer, "d")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"has no chat template: give one by chat_template"):
         answer_tokens({"messages": TALK}, tokenizer, "d")
@@ -100,6 +104,9 @@ def test_examples_that_cannot_be_used_are_refused(tokenizer, finetuning, tmp_pat
         check_inputs(finetuning("sft", dataset=str(path)), 1)
     path.write_text('{"messages": []}')
     with pytest.raises(ValueError, match="makes no row to train on"):
+        train(finetuning("sft", dataset=str(path)))
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}')
+    with pytest.raises(ValueError, match=r"d\.jsonl, example 2: no 'completion'"):
         train(finetuning("sft", dataset=str(path)))
     with pytest.raises(FileNotFoundError, match=r"dataset \(--dataset\): there is no file"):
         check_inputs(finetuning("sft", dataset="no.jsonl"), 1)
