@@ -42,7 +42,7 @@ class Cohere2ForCausalLM(CausalLMHead, Cohere2PreTrainedModel, GenerationMixin):
     backbone_class = Cohere2Model
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.config.logit_scale
+        return logits * self.logit_scale
 
     def logits_finish(self) -> tuple[float, float | None]:
-        return self.config.logit_scale, None
+        return self.logit_scale, None
