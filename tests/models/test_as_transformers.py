@@ -290,8 +290,8 @@ def test_activations_have_transformers_names(family) -> None:
 @pytest.mark.parametrize(
     ("family", "head", "module", "names"),
     [
-        ("llama", 0, "model.layers.0", ("hidden_size",)),
-        ("llama", 0, "model.layers.0.mlp", ("hidden_size", "intermediate_size")),
+        ("llama", "LlamaModel", "layers.0", ("hidden_size",)),
+        ("llama", "LlamaModel", "layers.0.mlp", ("hidden_size", "intermediate_size")),
         ("gpt2", "GPT2ForQuestionAnswering", "", ("num_labels",)),
         ("granite", "GraniteForCausalLM", "model", ("embedding_multiplier",)),
         ("granitemoe", "GraniteMoeForCausalLM", "", ("logits_scaling", "model.embedding_multiplier")),
@@ -305,10 +305,9 @@ def test_activations_have_transformers_names(family) -> None:
 )
 def test_plain_attributes_have_transformers_names_and_values(family, head, module, names) -> None:
     row, found = FAMILIES[family], []
-    name = row.heads[head] if isinstance(head, int) else head
     for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
         with torch.device("meta"):
-            made = getattr(source, name)(row.config()).get_submodule(module)
+            made = getattr(source, head)(row.config()).get_submodule(module)
         found.append([operator.attrgetter(one)(made) for one in names])
     assert found[0] == found[1]
 
