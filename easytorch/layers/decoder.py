@@ -55,6 +55,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
+        self.hidden_size: int = config.hidden_size
         self.add_modules(config, layer_idx)
 
     def add_modules(self, config: Any, layer_idx: int) -> None:

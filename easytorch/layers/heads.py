@@ -364,6 +364,7 @@ class QuestionAnsweringHead(_Base):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.num_labels = config.num_labels
         self.qa_outputs = nn.Linear(width_of(config), 2)
         self.post_init()
 

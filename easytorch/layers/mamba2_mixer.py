@@ -56,6 +56,14 @@ class Mamba2Mixer(nn.Module):
         self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
         self.heads, self.head_dim, self.groups, self.state_size = heads, head_dim, groups, state_size
         inner, shared = heads * head_dim, groups * state_size
+        self.num_heads, self.n_groups, self.ssm_state_size, self.conv_kernel_size = (
+            heads,
+            groups,
+            state_size,
+            conv_kernel,
+        )
+        self.hidden_size, self.intermediate_size, self.conv_dim = hidden_size, inner, inner + 2 * shared
+        self.use_bias, self.use_conv_bias, self.layer_norm_epsilon = bias, conv_bias, eps
         self.parts = (inner, inner + 2 * shared, heads)  # of in_proj: gate, input of the convolution, time step
         self.convolved = (inner, shared, shared)  # x, B, C
         channels = self.parts[1]

@@ -38,6 +38,9 @@ class MambaMixer(nn.Module):
         if not channels:
             raise ValueError(f"mamba: config.intermediate_size={channels} must be 1 or more")
         rank, size = int(config.time_step_rank), config.state_size
+        self.hidden_size, self.intermediate_size = hidden, channels
+        self.ssm_state_size, self.time_step_rank, self.conv_kernel_size = size, rank, config.conv_kernel
+        self.use_bias, self.use_conv_bias = config.use_bias, config.use_conv_bias
         self.parts = (rank, size, size)  # of x_proj: time step, B, C
         kernel = config.conv_kernel
         self.conv1d = nn.Conv1d(

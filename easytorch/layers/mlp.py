@@ -38,6 +38,7 @@ class GatedMLP(FusedProjections):
     ) -> None:
         """layer: makes a projection of its sizes, in and out; an `nn.Linear` with `bias` unless given."""
         super().__init__()
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         make = layer or partial(nn.Linear, bias=bias)
         self.gate_proj: Any = make(hidden_size, intermediate_size)
         self.up_proj: Any = make(hidden_size, intermediate_size)
@@ -81,6 +82,7 @@ class PlainMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str | nn.Module, *, bias: bool = False) -> None:
         super().__init__()
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         setattr(self, self.up_name, nn.Linear(hidden_size, intermediate_size, bias=bias))
         setattr(self, self.down_name, nn.Linear(intermediate_size, hidden_size, bias=bias))
         setattr(self, self.act_name, plain_activation(act))

@@ -23,6 +23,8 @@ class CLIPModel(TwoTowers, CLIPPreTrainedModel):
     output_class = CLIPOutput
 
     def add_head(self, config: Any) -> None:
+        self.projection_dim = config.projection_dim
+        self.text_embed_dim, self.vision_embed_dim = config.text_config.hidden_size, config.vision_config.hidden_size
         self.visual_projection = nn.Linear(config.vision_config.hidden_size, config.projection_dim, bias=False)
         self.text_projection = nn.Linear(config.text_config.hidden_size, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))

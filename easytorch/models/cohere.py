@@ -87,10 +87,14 @@ class CohereModel(DecoderBackbone, CoherePreTrainedModel):
 class CohereForCausalLM(CausalLMHead, CoherePreTrainedModel, GenerationMixin):
     backbone_class = CohereModel
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.logit_scale = config.logit_scale
+
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        scale = self.config.logit_scale
+        scale = self.logit_scale
         return logits if scale is None else logits * scale
 
     def logits_finish(self) -> tuple[float, float | None]:
-        scale = self.config.logit_scale
+        scale = self.logit_scale
         return 1.0 if scale is None else scale, None

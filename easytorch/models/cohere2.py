@@ -41,8 +41,12 @@ class Cohere2Model(DecoderBackbone, Cohere2PreTrainedModel):
 class Cohere2ForCausalLM(CausalLMHead, Cohere2PreTrainedModel, GenerationMixin):
     backbone_class = Cohere2Model
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.logit_scale = config.logit_scale
+
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.config.logit_scale
+        return logits * self.logit_scale
 
     def logits_finish(self) -> tuple[float, float | None]:
-        return self.config.logit_scale, None
+        return self.logit_scale, None

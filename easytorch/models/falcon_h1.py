@@ -140,8 +140,12 @@ class FalconH1Model(DecoderBackbone, FalconH1PreTrainedModel):
     norm_name = "final_layernorm"
     masks_of: ClassVar[Mapping[str, Any]] = {BOTH: HybridBackbone.masks_of}
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embedding_multiplier, self.lm_head_multiplier = config.embedding_multiplier, config.lm_head_multiplier
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(input_ids) * self.config.embedding_multiplier  # type: ignore[operator]
+        return super().embed(input_ids) * self.embedding_multiplier
 
     def make_masks(self, inputs_embeds: torch.Tensor, *given: Any) -> Masks:
         both = self.masks_of[BOTH]
@@ -153,7 +157,7 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
     backbone_class = FalconH1Model
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.config.lm_head_multiplier  # type: ignore[operator]
+        return logits * self.model.lm_head_multiplier
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep

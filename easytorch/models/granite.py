@@ -44,8 +44,12 @@ class GranitePreTrainedModel(NativeDecoder):
 class GraniteModel(DecoderBackbone, GranitePreTrainedModel):
     layer_class = GraniteDecoderLayer
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embedding_multiplier = config.embedding_multiplier
+
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return inputs_embeds * self.config.embedding_multiplier
+        return inputs_embeds * self.embedding_multiplier
 
 
 class GraniteForCausalLM(CausalLMHead, GranitePreTrainedModel, GenerationMixin):

@@ -82,8 +82,12 @@ class GraniteMoeModel(DecoderBackbone, GraniteMoePreTrainedModel):
     layer_class = GraniteMoeDecoderLayer
     output_class = MoeModelOutputWithPast
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embedding_multiplier = config.embedding_multiplier
+
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        scale = self.config.embedding_multiplier
+        scale = self.embedding_multiplier
         return inputs_embeds if scale is None else inputs_embeds * scale
 
 
@@ -97,10 +101,14 @@ class GraniteMoeHead(BalancedCausalLMHead, ArgumentsInOrder):
 class GraniteMoeForCausalLM(GraniteMoeHead, GraniteMoePreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeModel
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.logits_scaling = config.logits_scaling
+
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        scale = self.config.logits_scaling
+        scale = self.logits_scaling
         return logits if scale is None else logits / scale
 
     def logits_finish(self) -> tuple[float, float | None]:
-        scale = self.config.logits_scaling
+        scale = self.logits_scaling
         return 1.0 if scale is None else 1.0 / scale, None

@@ -116,15 +116,20 @@ class GraniteMoeHybridModel(HybridBackbone, GraniteMoeHybridPreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self.embedding_multiplier = config.embedding_multiplier
         if config.position_embedding_type != "rope":
             self.rotary_emb = None
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return inputs_embeds * self.config.embedding_multiplier  # type: ignore[operator]
+        return inputs_embeds * self.embedding_multiplier
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeHead, GraniteMoeHybridPreTrainedModel, GenerationMixin):
     backbone_class = GraniteMoeHybridModel
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.logits_scaling = config.logits_scaling
+
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits / self.config.logits_scaling  # type: ignore[operator]
+        return logits / self.logits_scaling

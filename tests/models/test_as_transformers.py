@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,8 @@ from tests.models.image_text_families import image_text_inputs
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
 SMALL_CACHE = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+MIXER = ("hidden_size", "intermediate_size", "ssm_state_size", "conv_kernel_size", "use_bias", "use_conv_bias")
+MIXER2 = ("num_heads", "n_groups", "conv_dim", "layer_norm_epsilon")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -282,6 +285,46 @@ def test_activations_have_transformers_names(family) -> None:
     ends = ("act", "act_fn", "activation", "activation_fn")
     ours, theirs = ({name for name in one if name.split(".")[-1] in ends} for one in made)
     assert ours == theirs and ours
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "module", "names"),
+    [
+        ("llama", "LlamaModel", "layers.0", ("hidden_size",)),
+        ("llama", "LlamaModel", "layers.0.mlp", ("hidden_size", "intermediate_size")),
+        ("gpt2", "GPT2ForQuestionAnswering", "", ("num_labels",)),
+        ("granite", "GraniteForCausalLM", "model", ("embedding_multiplier",)),
+        ("granitemoe", "GraniteMoeForCausalLM", "", ("logits_scaling", "model.embedding_multiplier")),
+        ("granitemoehybrid", "GraniteMoeHybridForCausalLM", "", ("logits_scaling", "model.embedding_multiplier")),
+        ("cohere2", "Cohere2ForCausalLM", "", ("logit_scale",)),
+        ("falcon_h1", "FalconH1ForCausalLM", "model", ("embedding_multiplier", "lm_head_multiplier")),
+        ("clip", "CLIPModel", "", ("projection_dim", "text_embed_dim", "vision_embed_dim")),
+        ("mamba", "MambaModel", "layers.0.mixer", (*MIXER, "time_step_rank")),
+        ("mamba2", "Mamba2Model", "layers.0.mixer", (*MIXER, *MIXER2)),
+    ],
+)
+def test_plain_attributes_have_transformers_names_and_values(family, head, module, names) -> None:
+    row, found = FAMILIES[family], []
+    for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+        with torch.device("meta"):
+            made = getattr(source, head)(row.config()).get_submodule(module)
+        found.append([operator.attrgetter(one)(made) for one in names])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "name"),
+    [("granite", "GraniteForCausalLM", "model.embedding_multiplier"), ("cohere", "CohereForCausalLM", "logit_scale"),
+     ("falcon_h1", "FalconH1ForCausalLM", "model.lm_head_multiplier")],
+)  # fmt: skip
+def test_a_multiplier_that_is_set_is_used(make_pair, family, head, name) -> None:
+    given, results = torch.arange(3, 9)[None], []
+    owner, _, attribute = name.rpartition(".")
+    for model in make_pair(head, FAMILIES[family].config()):
+        setattr(model.get_submodule(owner), attribute, 0.25)
+        with torch.no_grad():
+            results.append(model(given).logits)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_a_folder_that_is_not_there_is_an_os_error(llama_config, tmp_path) -> None:
