@@ -93,8 +93,8 @@ class Engine:
             raise ValueError(f"the engine does not support this model: {reason}")
         if kv_cache_dtype not in ("auto", own := str(model.dtype).removeprefix("torch.")):
             raise ValueError(
-                f"kv_cache_dtype={kv_cache_dtype!r}: the pages hold keys and values in the model's dtype; give 'auto' or "
-                f"{own!r}"
+                f"kv_cache_dtype={kv_cache_dtype!r}: the pages hold keys and values in the model's dtype; "
+                f"give 'auto' or {own!r}"
             )
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
         if not isinstance(prefix_reuse, bool):
