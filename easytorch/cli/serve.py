@@ -38,6 +38,7 @@ def command(
     ] = None,
     prefix_reuse: Annotated[bool, typer.Option(help="Share the keys and values of common prompt prefixes.")] = True,
     enforce_eager: Annotated[bool, typer.Option(help="On a GPU, decode without CUDA graphs.")] = False,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto: the dtype of the weights, and no other.")] = "auto",
     max_queue: Annotated[
         int, typer.Option(min=1, help="Limit of running and queued requests; beyond it new ones get 429.")
     ] = 1024,
@@ -72,7 +73,7 @@ def command(
                 "engine": Engine(
                     loaded, load_tokenizer(model), max_memory=None if max_memory is None else int(max_memory * _GIB),
                     max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_model_length=max_model_length,
-                    prefix_reuse=prefix_reuse, enforce_eager=enforce_eager,
+                    prefix_reuse=prefix_reuse, enforce_eager=enforce_eager, kv_cache_dtype=kv_cache_dtype,
                 )
             }  # fmt: skip
         encoder = _load("AutoModel", model, weights, place)

@@ -165,12 +165,6 @@ class _Server:
         request: Request,
     ) -> Response:
         assert self.worker is not None
-        if params.structured_outputs is not None:
-            # compiled in another thread, as a large schema takes a second; the engine then finds it in the cache
-            try:
-                await asyncio.to_thread(self.worker.engine.structured_outputs.compile, params.structured_outputs)
-            except ValueError as error:
-                raise APIError(400, str(error)) from error
         outputs = self.worker.generate(make_prompts, params, self.timeout)
         if isinstance(body, CompletionRequest) and body.prompt_only and body.logprobs is None:
             outputs = without_scores(outputs)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from easytorch.generation.engine import Engine, RequestOutput, SamplingParams
+from easytorch.generation.engine.structured import StructuredText
 from easytorch.serving.arrivals import Arrivals
 from easytorch.serving.errors import APIError
 
@@ -37,6 +38,7 @@ class EngineWorker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopped = False
+        self._compiling = 0
         # Of commands and `_ended`: whoever gives a command after the thread's last look at them is answered at once.
         self._lock = threading.Lock()
         self._ended = False
@@ -95,6 +97,9 @@ class EngineWorker:
         loop = asyncio.get_running_loop()
         arrived = Arrivals()
         ids: list[str] = []
+        late = APIError(504, f"the request did not end within {timeout:g} seconds", code="timeout")
+        end = loop.time() + timeout
+        structure = await self._compiled(params, timeout, late)
 
         def add() -> None:
             prompts = make_prompts()
@@ -111,7 +116,7 @@ class EngineWorker:
                 )  # fmt: skip
             for number, prompt in enumerate(prompts):
                 for index in range(params.n):
-                    ids.append(self.engine.add_request(prompt, params, index=index))
+                    ids.append(self.engine.add_request(prompt, params, index=index, structure=structure))
                     self._listeners[ids[-1]] = Listener(loop, arrived, number * params.n + index)
 
         def drop() -> None:
@@ -121,8 +126,7 @@ class EngineWorker:
                 self.engine.abort(request_id)
                 self._listeners.pop(request_id, None)
 
-        late = APIError(504, f"the request did not end within {timeout:g} seconds", code="timeout")
-        timer = loop.call_later(timeout, arrived.put, 0, late)
+        timer = loop.call_at(end, arrived.put, 0, late)
         try:
             await asyncio.wrap_future(self.call(add))
             left = len(ids)
@@ -136,6 +140,25 @@ class EngineWorker:
             timer.cancel()
             # after `add`, of which it takes back what a refusal or a cancellation left
             self._give(drop)
+
+    async def _compiled(self, params: SamplingParams, timeout: float, late: APIError) -> StructuredText | None:
+        """The grammar of a request, compiled in threads of its own: a large one takes seconds, in which the engine's
+        thread takes steps for the other requests. Those that wait for it are as limited as those in the engine."""
+        if params.structured_outputs is None:
+            return None
+        if self._compiling >= self.max_queue:
+            raise APIError(
+                429, f"{self._compiling} structured outputs are being compiled: try again later",
+                code="rate_limit_exceeded",
+            )  # fmt: skip
+        self._compiling += 1
+        try:
+            compiling = asyncio.to_thread(self.engine.structured_outputs.compile, params.structured_outputs)
+            return await asyncio.wait_for(compiling, timeout)
+        except TimeoutError as error:
+            raise late from error
+        finally:
+            self._compiling -= 1
 
     def _loop(self) -> None:
         try:

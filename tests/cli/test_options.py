@@ -55,6 +55,7 @@ SERVE = {
     ("--max-model-length", "7"): ("max_model_length", 7),
     ("--no-prefix-reuse",): ("prefix_reuse", False),
     ("--enforce-eager",): ("enforce_eager", True),
+    ("--kv-cache-dtype", "fp8"): ("kv_cache_dtype", "fp8"),
     ("--max-queue", "8"): ("max_queue", 8),
     ("--max-body", "0.5"): ("max_body", 1 << 19),
     ("--request-timeout", "1.5"): ("request_timeout", 1.5),

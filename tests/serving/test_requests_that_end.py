@@ -254,6 +254,59 @@ def test_a_request_that_takes_too_long_is_ended(stream, make_engine):
     in_loop(app, scenario)
 
 
+def compiling(engine, compile_, request_timeout=2):
+    """Its grammars are compiled by `compile_`, and none is kept: as when more than are kept are in use at once."""
+    engine.structured_outputs._compiled = compile_
+    return create_app("small", engine=engine, max_queue=2, request_timeout=request_timeout)
+
+
+CHOICE = BODY | {"ignore_eos": False, "n": 2, "structured_outputs": {"choice": ["class", "name"]}}
+
+
+def test_grammars_are_not_compiled_in_the_thread_of_the_steps(make_engine):
+    engine, threads = make_engine(), []
+
+    def compile_(source):
+        threads.append(threading.current_thread().name)
+        return engine.structured_outputs._compile(source)
+
+    app = compiling(engine, compile_, request_timeout=60)
+
+    async def scenario():
+        client = Client(app, CHOICE)
+        await client.task
+        texts = [choice["text"] for choice in json.loads(client.text)["choices"]]
+        assert len(texts) == 2 and set(texts) <= {"class", "name"}
+
+    in_loop(app, scenario)
+    assert len(threads) == 1 and threads[0] != "easytorch-engine"
+
+
+def test_a_grammar_that_takes_too_long_is_a_timeout_and_the_others_go_on(make_engine):
+    engine, done = make_engine(), threading.Event()
+
+    def compile_(source):
+        done.wait(60)
+        raise ValueError("given up")
+
+    app = compiling(engine, compile_)
+
+    async def scenario():
+        slow = [Client(app, CHOICE) for _ in range(2)]
+        while app.state.worker._compiling < 2:
+            await asyncio.sleep(0)
+        third, other = Client(app, CHOICE), Client(app, BODY | {"max_tokens": 1})
+        await asyncio.gather(third.task, other.task, *(client.task for client in slow))
+        assert [client.status for client in slow] == [504, 504]
+        assert third.status == 429 and other.status == 200
+        again = Client(app, CHOICE)
+        done.set()
+        await again.task
+        assert again.status == 400 and "given up" in again.text
+
+    in_loop(app, scenario)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_step_that_fails_is_told_and_the_server_lives(stream, make_engine, caplog):
     engine = make_engine()

@@ -24,7 +24,7 @@ from easytorch.generation.engine.request import Request, token_sequences
 from easytorch.generation.engine.sampler import sample
 from easytorch.generation.engine.scheduler import ScheduledChunk, Scheduler
 from easytorch.generation.engine.stop import StoppedText
-from easytorch.generation.engine.structured import StructuredOutputs
+from easytorch.generation.engine.structured import StructuredOutputs, StructuredText
 from easytorch.generation.engine.supported import (
     cached_layers,
     empty_masks,
@@ -70,6 +70,7 @@ class Engine:
     of a request, prompt and output; by default what model and memory allow.
     prefix_reuse: share the pages of common prefixes of prompts; not for models with recurrent states.
     enforce_eager: on a GPU too run every step as it is; by default steps without prompts are CUDA graphs there.
+    kv_cache_dtype: "auto", or the name of the model's dtype, which the pages have; another one is a `ValueError`.
 
     Not thread-safe: one thread calls it.
     """
@@ -86,9 +87,15 @@ class Engine:
         page_size: int = 16,
         prefix_reuse: bool = True,
         enforce_eager: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         if (reason := refusal(model)) is not None:
             raise ValueError(f"the engine does not support this model: {reason}")
+        if kv_cache_dtype not in ("auto", own := str(model.dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype!r}: the pages hold keys and values in the model's dtype; "
+                f"give 'auto' or {own!r}"
+            )
         positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, page_size=page_size)
         if not isinstance(prefix_reuse, bool):
             raise ValueError(f"prefix_reuse={prefix_reuse!r} must be True or False")
@@ -137,7 +144,13 @@ class Engine:
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, *, index: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        index: int = 0,
+        structure: StructuredText | None = None,
     ) -> str:
         """Puts a request into the queue, and returns its id: the given one, or a new one.
 
@@ -166,9 +179,12 @@ class Engine:
         for name, texts in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
             if texts and self.tokenizer is None:
                 raise ValueError(f"{name} need a tokenizer, which the engine has not: give it one")
-        structure = None
-        if params.structured_outputs is not None:
+        if params.structured_outputs is None:
+            structure = None
+        elif structure is None:
             structure = self.structured_outputs.compile(params.structured_outputs)
+        else:
+            structure = structure.copy()
         seed = int(torch.randint(0, 2**31 - 1, ()).item()) if params.seed is None else params.seed + index
         text = None
         if self.tokenizer is not None:

@@ -96,6 +96,9 @@ class StructuredText:
     def push(self, token: int) -> None:
         self._matcher.consume_token(token)
 
+    def copy(self) -> StructuredText:
+        return StructuredText(self._matcher.deep_copy())
+
 
 class StructuredOutputs:
     """Compiles grammars for one tokenizer, thread-safely.

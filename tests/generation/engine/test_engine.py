@@ -416,6 +416,8 @@ def test_memory_that_cannot_hold_a_request_is_said_before_it_starts(llama):
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match="share of the free memory"):
             Engine(llama, max_memory=wrong)
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': .* give 'auto' or 'float32'"):
+        Engine(llama, kv_cache_dtype="fp8")
     with pytest.raises(ValueError, match="max_batch_tokens=0"):
         Engine(llama, max_batch_tokens=0)
 
