@@ -73,7 +73,7 @@ class Shortcuts:
     def wants(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many tensors come first in a call that was not found, if it is to be added, else 0: one of few numbers,
         of plain tensors, then numbers, strings and flags, whose size comes a second time."""
-        if not 0 < key[1] <= LARGEST:
+        if type(key[1]) is not int or not 0 < key[1] <= LARGEST:  # torch.jit.trace has tensors of them
             return 0
         self._missed = missed = self._missed + 1
         if missed >= RENEWED:
