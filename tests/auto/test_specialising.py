@@ -315,7 +315,7 @@ def test_a_decorated_attention_keeps_its_decorator() -> None:
     config = t.MistralConfig(**SIZES, head_dim=128, attn_implementation="eager")
     module, x = Turning(config, 0).eval(), torch.randn(2, 5, config.hidden_size)
     verdict = try_module(module, candidates(module))
-    assert isinstance(verdict.how, specialised.RotaryAttention)
+    assert isinstance(verdict.how, specialised.StockAttention)
     turned, angles = copy.deepcopy(module), torch.randn(1, 5, 64).repeat(1, 1, 2)
     specialised.specialise(turned, verdict.how)
     positions = (angles.cos(), angles.sin())
