@@ -15,10 +15,10 @@ from torch.autograd import forward_ad
 
 from easytorch.kernels.rms_norm import aten as rms_aten
 from easytorch.operations import OperationMetadata, OperationRegistry
-from easytorch.operations.dispatch import impl, shortcuts
+from easytorch.operations.dispatch import impl
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.output import AttentionOutput
-from easytorch.operations.dispatch.shortcuts import CALLS, LARGEST, SIZES
+from easytorch.operations.dispatch.shortcuts import CALLS, LARGEST, PATIENCE, REST, SIZES
 from easytorch.operations.rms_norm import RMSNorm
 
 Call = tuple[tuple[Tensor, ...], dict[str, Any]]
@@ -337,20 +337,34 @@ def test_a_metaclass_of_its_own_changes_no_class() -> None:
         del RMSNorm.note  # type: ignore[attr-defined]
 
 
-def test_sizes_that_never_come_back_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_never_come_back_are_not_looked_for() -> None:
     cache, query = draw(1, 900, 2, 8), draw(1, 1, 2, 8)
     operation = OperationRegistry.create("attention")
-    for keys in range(16, 900):
+    found = operation._shortcuts
+
+    def decode(keys: int) -> None:
         operation(query, cache[:, :keys], cache[:, :keys], causal=True)
-    assert not operation._shortcuts.known and len(operation._shortcuts._asked) <= 4 * SIZES + 1
-    for keys in range(16, 900):  # as by two layers
-        for _ in range(2):
-            operation(query, cache[:, :keys], cache[:, :keys], causal=True)
-    assert len(operation._shortcuts.known) == SIZES
-    monkeypatch.setattr(shortcuts, "RENEWED", operation._shortcuts._missed + 1)
-    for _ in range(3):
-        operation(draw(1, 2, 2, 16)[:, :1], cache[:, :20].repeat(1, 1, 1, 2), cache[:, :20].repeat(1, 1, 1, 2))
-    assert len(operation._shortcuts.known) == 1
+
+    for keys in range(16, 16 + PATIENCE):
+        assert not found.resting
+        decode(keys)
+    assert found.resting == REST and not found.known and not found._asked
+    for keys in range(800):
+        decode(16 + keys)
+    assert found.resting == REST - 800 and not found.known
+    found.resting = 0
+    for keys in range(2 * PATIENCE):  # one that is found again and again is kept beside others that are not
+        decode(20)
+        decode(16 + keys)
+    assert not found.resting and len(found.known) >= 1 and found.missed <= 1
+    found.forget()
+    for keys in range(16, 200):  # as by three layers
+        for _ in range(3):
+            decode(keys)
+        assert len(found.known) <= SIZES
+    for width in range(1, 8 * SIZES):
+        operation(draw(1, 2, width, 8), draw(1, 2, width, 8), draw(1, 2, width, 8))
+        assert len(found._asked) <= 4 * SIZES + 1
 
 
 def test_copies_settings_and_how_many_are_kept() -> None:

@@ -242,10 +242,14 @@ class OperationImpl(BaseOperation):
         shortcuts, key = self._shortcuts, None
         # written out here: a call of a method takes a tenth of a product of a few numbers
         if shortcuts is not None and args and type(args[0]) in PLAIN and not is_compiling():
-            second = args[1].numel() if len(args) > 1 and type(args[1]) in PLAIN else -1
-            key = (recording(), args[0].numel(), second)
-            for count, tensors, values, named, check, run in shortcuts.known.get(key, ()):
-                if len(args) == count and ((not kwargs and not named) or same(kwargs, named)):
+            if shortcuts.resting > 0:
+                shortcuts.resting -= 1
+            else:
+                second = args[1].numel() if len(args) > 1 and type(args[1]) in PLAIN else -1
+                key = (recording(), args[0].numel(), second)
+                for count, tensors, values, named, check, run in shortcuts.known.get(key, ()):
+                    if len(args) != count or not ((not kwargs and not named) or same(kwargs, named)):
+                        continue
                     given = args
                     if values:
                         if not same_values(args[tensors:], values):
@@ -256,6 +260,7 @@ class OperationImpl(BaseOperation):
                         and forward_ad._current_level < 0
                         and untouched()
                     ):  # fmt: skip
+                        shortcuts.missed = 0
                         return run(*given)
         self.check_call(args, kwargs)
         if self._free and untouched():

@@ -21,9 +21,9 @@ from torch import Tensor
 LARGEST = 2**14
 # How many sizes of the first two tensors are kept, and calls of each.
 SIZES, CALLS = 64, 4
-# After so many calls that found no shortcut all are made anew: what is called changes. Until then the room that sizes
-# take which never come back, as those of growing keys, is not made for others: that takes longer than it gains.
-RENEWED = 2**14
+# After so many calls in a row that found none, all are forgotten, and none is looked for during the next ones: sizes
+# that never come back, as those of growing keys, are not to take longer than without shortcuts.
+PATIENCE, REST = 64, 960
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 # The types of the other arguments, which are compared by value: NumPy's numbers and tensors are none of them.
@@ -40,7 +40,7 @@ Key = tuple[bool, int, int]
 class Shortcut(NamedTuple):
     """One call: `run(*tensors)` computes those like it."""
 
-    count: int  # of positional arguments
+    given: int  # how many positional arguments
     tensors: int  # how many of them, the first ones, are tensors
     values: tuple[Any, ...]  # the others
     named: dict[str, Any]
@@ -55,12 +55,13 @@ LOCK = threading.Lock()
 class Shortcuts:
     """Those of an operation; a copy of it, and what is pickled, has none."""
 
-    __slots__ = ("__weakref__", "_asked", "_missed", "known")
+    __slots__ = ("__weakref__", "_asked", "known", "missed", "resting")
 
     def __init__(self) -> None:
         self.known: dict[Key, list[Shortcut]] = {}
         self._asked: dict[Key, int] = {}  # how often `wants` was asked of a size
-        self._missed = 0
+        self.missed = 0  # calls in a row that found none
+        self.resting = 0  # how many calls will not look for one
         with LOCK:
             _ALL.add(self)
 
@@ -68,16 +69,18 @@ class Shortcuts:
         return Shortcuts, ()
 
     def forget(self) -> None:
-        self.known, self._asked, self._missed = {}, {}, 0
+        self.known, self._asked, self.missed = {}, {}, 0
 
     def wants(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many tensors come first in a call that was not found, if it is to be added, else 0: one of few numbers,
         of plain tensors, then numbers, strings and flags, whose size comes a second time."""
         if type(key[1]) is not int or not 0 < key[1] <= LARGEST:  # torch.jit.trace has tensors of them
             return 0
-        self._missed = missed = self._missed + 1
-        if missed >= RENEWED:
+        self.missed += 1
+        if self.missed >= PATIENCE:
             self.forget()
+            self.resting = REST
+            return 0
         if len(self.known) >= SIZES and key not in self.known:
             return 0
         asked = self._asked.get(key, 0)
