@@ -47,7 +47,7 @@ def called_of_self(function: Any) -> frozenset[str]:
     otherwise: set[str] = set()
     before = None
     for one in dis.get_instructions(code):
-        if one.argval in code.co_names:
+        if one.opcode in dis.hasname:  # not a variable of that name
             of_self = _loads_method(one) and before is not None and _loads_first(before, code)
             (called if of_self else otherwise).add(one.argval)
         before = one

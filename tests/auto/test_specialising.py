@@ -176,7 +176,8 @@ def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> N
             self.other = nn.ModuleDict({"two": nn.Linear(8, 8)})
 
         def forward(self, x):
-            x = self.one(x) @ self.four.weight
+            one = self.one(x)
+            x = one @ self.four.weight
             return self.four(self.three(input=x)) + self.other.two(self.two(x))
 
     module = ReadingAttention()
