@@ -63,7 +63,8 @@ def _loads_method(instruction: dis.Instruction) -> bool:
 def _loads_first(instruction: dis.Instruction, code: types.CodeType) -> bool:
     first = code.co_varnames[0]
     loaded = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-    return instruction.opname.startswith("LOAD_FAST") and loaded == first
+    # a cell, where a comprehension or a function within reads it too
+    return instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and loaded == first
 
 
 def with_attributes(function: Any, names: Mapping[str, str]) -> Any:

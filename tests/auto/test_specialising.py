@@ -174,10 +174,12 @@ def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> N
             super().__init__()
             self.one, self.two, self.three, self.four = (nn.Linear(8, 8) for _ in range(4))
             self.other = nn.ModuleDict({"two": nn.Linear(8, 8)})
+            self.scale = 0.5
 
         def forward(self, x):
             one = self.one(x)
             x = one @ self.four.weight
+            x = sum(part * self.scale for part in x.chunk(2))
             return self.four(self.three(input=x)) + self.other.two(self.two(x))
 
     module = ReadingAttention()
