@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, stable_spec
 from easytorch.kernels.interop.arguments import check_dense, check_flag, described
-from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, as_given, forward_mode
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
@@ -32,19 +32,10 @@ from easytorch.operations.dispatch.overrides import (
     runs_unchecked,
     takes_every_call,
 )
-from easytorch.operations.dispatch.patches import unpatched
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
-from easytorch.operations.dispatch.shortcuts import (
-    LOCK,
-    PLAIN,
-    Key,
-    Shortcuts,
-    forget_all,
-    recording,
-    same,
-    same_values,
-)
+from easytorch.operations.dispatch.shortcuts import PLAIN, Shortcuts, forget_all, recording, same, same_values
+from easytorch.operations.dispatch.shorten import shorten
 from easytorch.operations.dispatch.signature import flags_of, keywords_of, signature_of
 
 logger = logging.getLogger(__name__)
@@ -266,7 +257,7 @@ class OperationImpl(BaseOperation):
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
             if key is not None and shortcuts is not None and (tensors := shortcuts.wants(key, args, kwargs)):
-                return self._shorten(shortcuts, key, tensors, choice, args, kwargs)
+                return shorten(self, shortcuts, key, tensors, choice, args, kwargs)
             if choice.method != "forward_cpp":  # `choice.runs`, of which this is the common case
                 return getattr(choice.operation, choice.method)(*args, **kwargs)
         else:
@@ -274,28 +265,6 @@ class OperationImpl(BaseOperation):
             if checking() and not torch.compiler.is_compiling():
                 return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.runs)(*args, **kwargs)
-
-    def _shorten(
-        self, shortcuts: Shortcuts, key: Key, tensors: int, choice: Choice, args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        """The result of a call; where it succeeds, calls like it take its shortcut from now on."""
-        result = getattr(choice.operation, choice.runs)(*args, **kwargs)
-        settings = self._settings_of(tensors, args, kwargs)
-        if as_given() and settings is not None:
-            run = self.shortcut(choice, args[:tensors], settings)
-            if run is not None:
-                with LOCK:  # a method that another thread replaces is replaced before, or forgets this one after
-                    if unpatched(self, choice.operation):
-                        shortcuts.add(key, tensors, args, kwargs, run)
-        return result
-
-    def _settings_of(self, tensors: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments after the first `tensors` by name; None where positional ones have none."""
-        if len(args) == tensors:
-            return kwargs
-        names = self._positional
-        return None if names is None else {**dict(zip(names[tensors:], args[tensors:], strict=False)), **kwargs}
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What computes this call of `choice`, as `run(*args)`, without checks, for tensors of the same dtypes, sizes

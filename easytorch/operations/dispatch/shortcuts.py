@@ -48,7 +48,7 @@ class Shortcut(NamedTuple):
     run: Run
 
 
-_ALL: weakref.WeakSet[Shortcuts] = weakref.WeakSet()
+_ALL: weakref.WeakSet[Shortcuts] = weakref.WeakSet()  # that have kept one
 LOCK = threading.Lock()
 
 
@@ -62,8 +62,6 @@ class Shortcuts:
         self._asked: dict[Key, int] = {}  # how often `wants` was asked of a size
         self.missed = 0  # calls in a row that found none
         self.resting = 0  # how many calls will not look for one
-        with LOCK:
-            _ALL.add(self)
 
     def __reduce__(self) -> tuple[type[Shortcuts], tuple[()]]:
         return Shortcuts, ()
@@ -93,6 +91,7 @@ class Shortcuts:
 
     def add(self, key: Key, tensors: int, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> None:
         """Keeps what computes a call that `wants` was true of; `LOCK` is held."""
+        _ALL.add(self)
         check = _check_of(args[:tensors])
         made = Shortcut(len(args), tensors, args[tensors:], dict(kwargs), check, run)
         self.known.setdefault(key, []).append(made)
