@@ -4,7 +4,7 @@
     python scripts/bench_specialised.py apertus --dtype bfloat16 --json figures.json
 
 One process; the three take turns with the same weights, and a ratio is the median of those of single rounds: ours over
-transformers' default. 4 layers, hidden size 1024: a prompt of 128 tokens, and 8 tokens one by one behind it.
+transformers' default. 4 layers, hidden size 1024: a prompt, and 8 tokens one by one behind it.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def models(name: str, dtype: torch.dtype) -> dict[str, Any]:
         }
 
 
-def measure(name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+def measure(name: str, dtype: torch.dtype, rounds: int, tokens: int) -> dict[str, dict[str, float]]:
     """For each workload the seconds of transformers' modules, and the ratios of the others."""
     made = models(name, dtype)
-    ids = torch.randint(3, 2000, (1, 128))
+    ids = torch.randint(3, 2000, (1, tokens))
     figures: dict[str, dict[str, float]] = {}
     for label, action in (("prefill", prefill), ("decode", decode), ("train", train)):
         times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all by default")
     parser.add_argument("--threads", type=int, default=1, help="times are of the processor, so one is what is measured")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--tokens", type=int, default=128, help="of the prompt")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.cases) - set(CASES)):
@@ -117,7 +118,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     figures = {}
     for name in arguments.cases or CASES:
-        figures[name] = measure(name, getattr(torch, arguments.dtype), arguments.rounds)
+        figures[name] = measure(name, getattr(torch, arguments.dtype), arguments.rounds, arguments.tokens)
         for label, one in figures[name].items():
             print(
                 f"{name:18} {arguments.dtype} {label:8} transformers {one['seconds']:.3f} s, ratio with our attention "

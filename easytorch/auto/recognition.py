@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from easytorch.function_globals import global_of
-from easytorch.layers.specialised import FORMULAS, MLP, GatedMLP, How, Norm, RotaryAttention
+from easytorch.function_globals import called_of_self, global_of, remakable
+from easytorch.layers.specialised import FORMULAS, MLP, GatedMLP, How, Norm, StockAttention
 
 ROTARY = "apply_rotary_pos_emb"
 
@@ -22,7 +22,7 @@ def candidates(module: nn.Module) -> list[How]:
     if type(module).__module__.startswith("torch."):
         return []
     if is_attention(module):
-        return list(_rotary(module))
+        return list(_attention(module))
     if len(inspect.signature(type(module).forward).parameters) != 2:  # a gate, a residual: more than we compute
         return []
     if not module._modules:
@@ -42,14 +42,19 @@ def _says_attention(found: type[nn.Module]) -> bool:
 
 def kind(how: How) -> str:
     """As reports call it."""
-    return {Norm: "norm", GatedMLP: "gated MLP", MLP: "MLP", RotaryAttention: "rotary"}[type(how)]
+    if isinstance(how, StockAttention):
+        return "projections" if how.function is None else "rotary"
+    return {Norm: "norm", GatedMLP: "gated MLP", MLP: "MLP"}[type(how)]
 
 
 def operations(how: How) -> str:
     """The names of the operations that its forward calls, for reports."""
     if isinstance(how, Norm):
         return how.formula
-    return {GatedMLP: "linear, swiglu or geglu", MLP: "linear", RotaryAttention: "rotary"}[type(how)]
+    if isinstance(how, StockAttention):
+        products = f"linear ({', '.join(how.projections)})" if how.projections else ""
+        return ", ".join(filter(None, ("rotary" if how.function else "", products)))
+    return {GatedMLP: "linear, swiglu or geglu", MLP: "linear"}[type(how)]
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -106,6 +111,11 @@ def _is_plain(child: nn.Module) -> bool:
     return not (child._modules or child._parameters or child._buffers) or not any(True for _ in child.parameters())
 
 
-def _rotary(module: nn.Module) -> Iterator[How]:
-    if isinstance(global_of(type(module).forward, ROTARY), types.FunctionType):
-        yield from (RotaryAttention(ROTARY, partial) for partial in (True, False))
+def _attention(module: nn.Module) -> Iterator[How]:
+    forward = type(module).forward
+    linears = {name for name, child in module._modules.items() if isinstance(child, nn.Linear)}
+    projections = tuple(sorted(linears & called_of_self(forward))) if remakable(forward) else ()
+    if isinstance(global_of(forward, ROTARY), types.FunctionType):
+        yield from (StockAttention(ROTARY, partial, projections) for partial in (True, False))
+    if projections:
+        yield StockAttention(None, False, projections)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModuleClass:
-    """The modules of one class, replaced or not. operations: what they call now; reason: why they are unchanged."""
+    """The modules of one class, replaced or not. operations: what they call now; reason: why they are unchanged, or
+    beside operations why their rotation is."""
 
     kind: str
     name: str
@@ -33,6 +34,8 @@ class ModuleClass:
 
     def __str__(self) -> str:
         end = f"by {self.operations}" if self.operations else f"not replaced: {self.reason}"
+        if self.operations and self.reason:
+            end += f", the rotation not replaced: {self.reason}"
         return f"{self.count} x {self.name} ({self.kind}) {end}"
 
 

@@ -25,12 +25,12 @@ from easytorch.auto.report import ModuleClass
 from easytorch.auto.trial import undisturbed
 from easytorch.function_globals import global_of
 from easytorch.layers.experts import OURS as EXPERTS
-from easytorch.layers.specialised import How, Norm, RotaryAttention, Specialised, specialise, turning
+from easytorch.layers.specialised import How, Norm, Specialised, StockAttention, specialise, turning
 
 
 @dataclass
 class Verdict:
-    """The result of a trial: `how`, or the reason why not."""
+    """The result of a trial: `how`, or the reason why not; both where a part is as it was."""
 
     how: How | None = None
     reason: str | None = None
@@ -113,8 +113,8 @@ def _tried_whole(module: nn.Module) -> bool:
 def _try(module: nn.Module, options: list[How]) -> Verdict:
     if not options:
         return Verdict(reason="it is made of other parts than the norms that are known")
-    if isinstance(options[0], RotaryAttention):
-        return _try_rotary(module, options)
+    if isinstance(options[0], StockAttention):
+        return _try_attention(module, options)
     if any(not weight.is_floating_point() for weight in module.parameters()):
         return Verdict(reason="its weights are no floating numbers")
     try:
@@ -184,20 +184,25 @@ class _Turns(nn.Module):
         return self.function(*inputs)
 
 
-_TURNED: dict[Callable[..., Any], Verdict] = {}
+# a function, and whether it is tried as a partial one: how it differs, None where it does not
+_TURNED: dict[tuple[Callable[..., Any], bool], str | None] = {}
 
 
-def _try_rotary(module: nn.Module, options: list[How]) -> Verdict:
-    function = global_of(type(module).forward, recognition.ROTARY)
-    if function not in _TURNED:
-        _TURNED[function] = Verdict(reason="")
-        for how in options:
-            assert isinstance(how, RotaryAttention)
-            reason = _rotary_disagreement(function, how.partial)
-            _TURNED[function] = Verdict(how) if reason is None else Verdict(reason=reason)
-            if reason is None:
-                break
-    return _TURNED[function]
+def _try_attention(module: nn.Module, options: list[How]) -> Verdict:
+    """Of an attention its rotation is tried: `linear` gives what a layer gives."""
+    reason = None
+    for how in options:
+        assert isinstance(how, StockAttention)
+        if how.function is None:
+            return Verdict(how, reason)
+        function = global_of(type(module).forward, how.function)
+        key = (function, how.partial)
+        if key not in _TURNED:
+            _TURNED[key] = _rotary_disagreement(*key)
+        if _TURNED[key] is None:
+            return Verdict(how)
+        reason = _TURNED[key]
+    return Verdict(reason=reason)
 
 
 def _rotary_disagreement(function: Callable[..., Any], partial: bool) -> str | None:

@@ -2,7 +2,7 @@
 
 The instance's class becomes a subclass of its own with the same name, as FSDP and torch's parametrizations do: hooks,
 `isinstance`, copies, pickles and state dicts work as before, and no other instance is changed. What `easytorch.auto`
-found equal is described by a `Norm`, a `GatedMLP`, an `MLP` or a `RotaryAttention`. The module's own forward still
+found equal is described by a `Norm`, a `GatedMLP`, an `MLP` or a `StockAttention`. The module's own forward still
 runs in graphs, and wherever our operation would be the slower one.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from easytorch.function_globals import global_of, with_global
+from easytorch.function_globals import global_of, with_attributes, with_global
 from easytorch.layers.fused_linear import SMALLEST_WEIGHT, FusedProjections
 from easytorch.layers.gate import gated
 from easytorch.layers.linear import linear
@@ -92,31 +92,51 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class RotaryAttention:
-    """An attention whose forward calls the module's function `function` (q, k, cos, sin), heads before positions.
+class StockAttention:
+    """An attention whose own forward runs, and calls our operations in place of what it names.
 
-    partial: that function turns the first features of a head where the tables are narrower.
+    function: a function of its module (q, k, cos, sin), heads before positions, or None; partial: it turns the first
+    features of a head where the tables are narrower. projections: attributes that its forward calls, `nn.Linear`s.
     """
 
-    function: str
+    function: str | None
     partial: bool
+    projections: tuple[str, ...]
 
     def bases(self) -> tuple[type[nn.Module], ...]:
-        return (Specialised,)
+        return (SpecialisedAttention,)
 
     def body(self, stock: type[nn.Module]) -> dict[str, Any]:
         forward: Any = stock.forward
-        ours = with_global(forward, self.function, turning(global_of(forward, self.function), self.partial))
+        ours = with_attributes(forward, {name: _OURS + name for name in self.projections})
+        if self.function is not None:
+            ours = with_global(ours, self.function, turning(global_of(forward, self.function), self.partial))
 
         @functools.wraps(forward)
         def either(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # torch.compile looks a global up in the module of its name, whatever the function's globals are
             return ours(module, *args, **kwargs) if _eager() else forward(module, *args, **kwargs)
 
-        return {"forward": either}
+        return {"forward": either, **{_OURS + name: _projection(name) for name in self.projections}}
 
 
-How = Norm | GatedMLP | MLP | RotaryAttention
+_OURS = "_easytorch_"  # before the name of a projection
+
+
+def _projection(name: str) -> Callable[..., Any]:
+    """A method that calls the layer `name` by the path that `linear` chooses; what else stands there, such as adapters
+    and quantized layers, and a layer with hooks, is called as it is."""
+
+    def project(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        layer = module._modules.get(name)
+        if type(layer) is nn.Linear and len(args) == 1 and not kwargs:
+            return linear(layer, args[0])
+        return getattr(module, name)(*args, **kwargs)
+
+    return project
+
+
+How = Norm | GatedMLP | MLP | StockAttention
 
 
 def specialise(module: nn.Module, how: How) -> None:
@@ -164,6 +184,10 @@ def _operation_runs(x: Tensor) -> bool:
     On a CPU what remains of our norms and rotation beside the operators in C++ is not faster than the modules'.
     """
     return x.is_cuda or not untouched() or _TRIED.get()
+
+
+class SpecialisedAttention(Specialised):
+    how: ClassVar[StockAttention]
 
 
 class SpecialisedNorm(Specialised):

@@ -53,10 +53,6 @@ def _swiglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
     return _silu(gate) * up
 
 
-def _geglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate) * up
-
-
 @OperationRegistry.register
 class SwiGLU(_GatedLinearUnit):
     """`swiglu(gate, up)`: silu(gate) * up, (..., N) and (..., N) -> (..., N)."""
@@ -95,7 +91,10 @@ class GeGLU(_GatedLinearUnit):
         return self.run(native.geglu, gate, up, approximate)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        return _geglu_by_aten if choice.backend == "aten" and not kwargs else None
+        if choice.backend != "aten":
+            return None
+        approximate = kwargs.get("approximate", "none")
+        return lambda gate, up: F.gelu(gate, approximate=approximate) * up
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""

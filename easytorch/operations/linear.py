@@ -69,7 +69,8 @@ class Linear(OperationImpl):
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         # 16 bits may be multiplied otherwise where gradients are recorded
-        return F.linear if choice.backend == "aten" and args[0].dtype is torch.float32 and not kwargs else None
+        plain = choice.backend == "aten" and args[0].dtype is torch.float32
+        return _linear if plain and kwargs.keys() <= {"bias"} else None
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.
@@ -107,6 +108,10 @@ class Linear(OperationImpl):
         if self.metadata.runtime_dtype is None:
             return x, weight, bias
         return self.cast(x), self.cast(weight), None if bias is None else self.cast(bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
 def _named(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

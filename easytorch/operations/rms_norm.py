@@ -61,14 +61,14 @@ class RMSNorm(OperationImpl):
         return cpu.run(x, weight, eps, library.BEST)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        if kwargs or recording(*args):
+        if recording(*args):
             return None
-        shape = args[0].shape[-1:]
+        shape, eps = args[0].shape[-1:], kwargs.get("eps", 1e-6)
         if choice.method == "forward_cpp":
-            return lambda x, weight=None: cpu.run(x, weight, 1e-6, library.BEST)
+            return lambda x, weight=None: cpu.run(x, weight, eps, library.BEST)
         if choice.backend != "aten" or {one.dtype for one in args} != {torch.float32}:  # in 16 bits ATen rounds once
             return None
-        return lambda x, weight=None: torch.rms_norm(x, shape, weight, 1e-6)
+        return lambda x, weight=None: torch.rms_norm(x, shape, weight, eps)
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return self.run(native.rms_norm, x, weight, eps)

@@ -16,6 +16,8 @@ import easytorch
 from easytorch.auto import specialising
 from easytorch.auto.recognition import candidates
 from easytorch.auto.specialising import specialise_modules, try_module
+from easytorch.function_globals import with_global
+from easytorch.kernels.linear import products
 from easytorch.layers import specialised
 from easytorch.layers.specialised import Specialised
 from easytorch.operations.dispatch.check import relative_rms_error
@@ -89,6 +91,123 @@ def test_every_kind_is_replaced_and_runs(folder, monkeypatch) -> None:
     with torch.no_grad():
         model(IDS)
     assert ran.count("rms_norm") == 9 and ran.count("rotary") == 2
+
+
+def projections_by_linear(model, monkeypatch) -> list[str]:
+    """The names of the projections of attention that one forward computes by `linear`."""
+    names, found = {id(module): name for name, module in model.named_modules()}, []
+    linear = specialised.linear
+
+    def noted(layer, x):
+        found.append(names.get(id(layer), ""))
+        return linear(layer, x)
+
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(specialised, "linear", noted)
+        model(IDS)
+    return sorted(name.rpartition(".")[2] for name in found if "attn" in name or "attention" in name)
+
+
+def test_projections_of_attention_are_computed_by_linear(folder, monkeypatch) -> None:
+    model, theirs = load(folder), stock(folder)
+    four = sorted(["q_proj", "k_proj", "v_proj", "o_proj"] * 2)
+    assert projections_by_linear(model, monkeypatch) == four
+    assert projections_by_linear(copy.deepcopy(model), monkeypatch) == four
+    row = next(row for row in model.easytorch_report.modules if row.kind == "rotary")
+    assert row.operations == "rotary, linear (k_proj, o_proj, q_proj, v_proj)"
+    assert list(model.state_dict()) == list(theirs.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in theirs.named_modules()]
+    attention = model.model.layers[0].self_attn
+    assert type(attention.q_proj) is nn.Linear and not set(vars(attention)) - set(
+        vars(theirs.model.layers[0].self_attn)
+    )
+    # hooks, other modules and what stands there later are called
+    seen = []
+    handle = attention.q_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    expected = model(IDS).logits
+    assert len(seen) == 1
+    handle.remove()
+    attention.k_proj = nn.Sequential(attention.k_proj)
+    torch.testing.assert_close(model(IDS).logits, expected)
+    assert projections_by_linear(model, monkeypatch).count("k_proj") == 1
+    attention.k_proj = attention.k_proj[0]
+    quantized = torch.ao.quantization.quantize_dynamic(attention, {nn.Linear}, dtype=torch.qint8)
+    assert isinstance(quantized, Specialised) and type(quantized.v_proj) is not nn.Linear
+    model.model.layers[0].self_attn = quantized
+    assert relative_rms_error(model(IDS).logits, expected) < 0.2
+    assert projections_by_linear(model, monkeypatch) == ["k_proj", "o_proj", "q_proj", "v_proj"]  # the other layer's
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_projections_in_half_precision_are_widened(dtype, monkeypatch) -> None:
+    """Where a CPU has no instructions for products in the dtype, in inference; otherwise ATen's, as before."""
+    asked = []
+    linear = products.linear
+    monkeypatch.setattr(products, "WIDENED", frozenset({dtype}))
+    monkeypatch.setattr(products, "linear", lambda x, *rest: asked.append(x.shape) or linear(x, *rest))
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128)).eval().to(dtype)
+    ids = torch.randint(3, 90, (3, 40))
+    with torch.no_grad():
+        wide = copy.deepcopy(model).double()(ids).logits
+        before = model(ids).logits
+        specialise_modules(model)
+        given = model(ids).logits
+    assert sum(shape[-1] in (128, 512) for shape in asked) >= 8
+    assert relative_rms_error(given, wide) < 1.25 * relative_rms_error(before, wide)
+
+
+def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 64}
+    del sizes["num_key_value_heads"]
+    for made in (t.BertConfig(**sizes), t.OPTConfig(**sizes, ffn_dim=256, word_embed_proj_dim=128)):
+        model = t.AutoModel.from_config(made).eval()
+        expected = model(IDS)[0]
+        rows = [row for row in specialise_modules(model) if row.kind == "projections"]
+        assert rows and all(row.operations.startswith("linear (") and row.reason is None for row in rows)
+        torch.testing.assert_close(model(IDS)[0], expected)
+        assert len(projections_by_linear(model, monkeypatch)) == (6 if made.model_type == "bert" else 8)
+
+    class ReadingAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three, self.four = (nn.Linear(8, 8) for _ in range(4))
+            self.other = nn.ModuleDict({"two": nn.Linear(8, 8)})
+            self.scale = 0.5
+
+        def forward(self, x):
+            one = self.one(x)
+            x = one @ self.four.weight
+            x = sum(part * self.scale for part in x.chunk(2))
+            return self.four(self.three(input=x)) + self.other.two(self.two(x))
+
+    module = ReadingAttention()
+    x = torch.randn(2, 8)
+    options = candidates(module)
+    assert [option.projections for option in options] == [("one", "three")]
+    expected = module(x)
+    specialised.specialise(module, try_module(module, options).how)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_a_rotation_that_differs_leaves_the_projections() -> None:
+    mistral = t.models.mistral.modeling_mistral
+
+    def apply_rotary_pos_emb(q, k, cos, sin):
+        return mistral.apply_rotary_pos_emb(q, k, cos, -sin)
+
+    class BackAttention(mistral.MistralAttention):
+        forward = with_global(mistral.MistralAttention.forward, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = BackAttention
+    expected = model(IDS).logits
+    row = next(row for row in specialise_modules(model) if row.name == "BackAttention")
+    assert row.kind == "projections" and row.operations == "linear (k_proj, o_proj, q_proj, v_proj)"
+    assert "the rotation not replaced: values in float32" in str(row)
+    torch.testing.assert_close(model(IDS).logits, expected)
 
 
 def test_only_the_instance_changes(folder) -> None:
@@ -315,7 +434,7 @@ def test_a_decorated_attention_keeps_its_decorator() -> None:
     config = t.MistralConfig(**SIZES, head_dim=128, attn_implementation="eager")
     module, x = Turning(config, 0).eval(), torch.randn(2, 5, config.hidden_size)
     verdict = try_module(module, candidates(module))
-    assert isinstance(verdict.how, specialised.RotaryAttention)
+    assert isinstance(verdict.how, specialised.StockAttention)
     turned, angles = copy.deepcopy(module), torch.randn(1, 5, 64).repeat(1, 1, 2)
     specialised.specialise(turned, verdict.how)
     positions = (angles.cos(), angles.sin())
@@ -323,6 +442,7 @@ def test_a_decorated_attention_keeps_its_decorator() -> None:
         expected = module(x, position_embeddings=positions, attention_mask=None)[0]
         given = turned(x=x, position_embeddings=positions, attention_mask=None)[0]
     torch.testing.assert_close(given, expected)
+    assert verdict.how.projections == ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
 def test_a_decorator_that_holds_no_function_is_left_alone() -> None:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from torch.autograd import forward_ad
 
 from easytorch.kernels.rms_norm import aten as rms_aten
 from easytorch.operations import OperationMetadata, OperationRegistry
+from easytorch.operations.dispatch import impl
+from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.output import AttentionOutput
-from easytorch.operations.dispatch.shortcuts import CALLS, LARGEST, SIZES
+from easytorch.operations.dispatch.shortcuts import CALLS, LARGEST, PATIENCE, REST, SIZES
 from easytorch.operations.rms_norm import RMSNorm
 
 Call = tuple[tuple[Tensor, ...], dict[str, Any]]
@@ -30,13 +33,24 @@ def calls() -> dict[str, list[Call]]:
     heads, one, table = draw(2, 16, 4, 8), draw(2, 1, 4, 8), draw(2, 16, 2, 8)
     return {
         "linear": [((draw(3, 8), draw(5, 8)), {}), ((draw(3, 8), draw(5, 8), draw(5)), {})],
-        "rms_norm": [((draw(3, 8), draw(8)), {}), ((draw(3, 8),), {}), ((draw(3, 256), draw(256)), {})],
-        "layer_norm": [((draw(3, 8), draw(8), draw(8)), {}), ((draw(3, 8),), {})],
+        "rms_norm": [
+            ((draw(3, 8), draw(8)), {}), ((draw(3, 8),), {}), ((draw(3, 256), draw(256)), {}),
+            ((draw(3, 8), draw(8), 0.5), {}), ((draw(3, 8), None), {"eps": 0.5}), ((draw(3, 256),), {"eps": 0.5}),
+        ],
+        "layer_norm": [
+            ((draw(3, 8), draw(8), draw(8)), {}), ((draw(3, 8),), {}), ((draw(3, 8), draw(8), None, 0.5), {}),
+            ((draw(3, 8),), {"eps": 0.5, "weight": None}),
+        ],
         "swiglu": [((draw(3, 8), draw(3, 8) + 1), {})],
-        "geglu": [((draw(3, 8), draw(3, 8) + 1), {})],
+        "geglu": [
+            ((draw(3, 8), draw(3, 8) + 1), {}), ((draw(3, 8), draw(3, 8) + 1, "tanh"), {}),
+            ((draw(3, 8), draw(3, 8) + 1), {"approximate": "tanh"}),
+        ],
         "attention": [
             ((heads, heads + 1, heads - 1), {"causal": True}), ((heads, table, table + 1), {"causal": False}),
             ((one, heads, heads + 1), {}), ((one, heads, heads + 1), {"causal": True, "mask": None}),
+            ((heads, heads + 1, heads - 1), {"softmax_scale": 0.7, "dropout_prob": 0.0, "seed": None}),
+            ((one, heads, heads + 1), {"softmax_scale": 0.7, "causal": True}),
         ],
     }  # fmt: skip
 
@@ -53,22 +67,39 @@ def shortened(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tu
     operation = OperationRegistry.create(name)
     for _ in range(2):
         operation(*args, **kwargs)
-    return operation, lambda: sum(len(some) for known in operation._shortcuts.known for some in known.values())
+    return operation, lambda: sum(map(len, operation._shortcuts.known.values()))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each call that is chosen, not shortened."""
+    found: list[Any] = []
+    platform_of = impl.platform_of
+
+    def noted(*given: Any) -> str:
+        found.append(given)
+        return platform_of(*given)
+
+    monkeypatch.setattr(impl, "platform_of", noted)
+    return found
+
+
+def leaf(one: Any) -> Any:
+    return one.clone().requires_grad_() if isinstance(one, Tensor) else one
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS_OF)
-def test_it_gives_what_the_operation_gives(name: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_what_the_operation_gives(name: str, call: Call, asked: list[Any]) -> None:
     args, kwargs = call
     operation, count = shortened(name, args, kwargs)
     assert count() == 1
-    others = tuple(one.flip(0).clone() for one in args)
+    others = tuple(one.flip(0).clone() if isinstance(one, Tensor) else one for one in args)
     want = value(OperationRegistry.create(name)(*others, **kwargs))
-    monkeypatch.setattr(operation, "choose_freely", None, raising=False)  # nothing is chosen
+    asked.clear()
     got = value(operation(*others, **kwargs))
-    assert torch.equal(got, want) and got.stride() == want.stride() and count() == 1
-    same = (others[0],) * len(args)
+    assert torch.equal(got, want) and got.stride() == want.stride() and count() == 1 and not asked
+    same = (others[0],) * 2
     if name in ("swiglu", "geglu"):  # the guard of several tensors takes none twice
-        monkeypatch.undo()
         for _ in range(2):
             assert torch.equal(operation(*same), OperationRegistry.create(name)(*same))
 
@@ -76,29 +107,22 @@ def test_it_gives_what_the_operation_gives(name: str, call: Call, monkeypatch: p
 @pytest.mark.parametrize(("name", "call"), CALLS_OF)
 def test_gradients_are_recorded(name: str, call: Call) -> None:
     args, kwargs = call
-    leaves = [one.clone().requires_grad_() for one in args]
+    given = [leaf(one) for one in args]
+    leaves = [one for one in given if isinstance(one, Tensor)]
     grads = []
-    for operation in (shortened(name, tuple(leaves), kwargs)[0], OperationRegistry.create(name)):
-        output = value(operation(*leaves, **kwargs))
+    for operation in (shortened(name, tuple(given), kwargs)[0], OperationRegistry.create(name)):
+        output = value(operation(*given, **kwargs))
         grads.append(torch.autograd.grad(output.square().sum(), leaves))
         with torch.no_grad():
-            assert not value(operation(*leaves, **kwargs)).requires_grad
+            assert not value(operation(*given, **kwargs)).requires_grad
     for one, want in zip(*grads, strict=True):
         assert torch.equal(one, want)
 
 
 @pytest.mark.parametrize("name", list(calls()))
-def test_other_tensors_are_looked_at_again(name: str) -> None:
+def test_other_tensors_are_looked_at_again(name: str, asked: list[Any]) -> None:
     args, kwargs = calls()[name][0]
     operation, _ = shortened(name, args, kwargs)
-    asked: list[Any] = []
-    choose = operation.choose_freely
-
-    def noted(*given: Any) -> Any:
-        asked.append(given)
-        return choose(*given)
-
-    operation.choose_freely = noted
     first = args[0]
     others = {
         "dtype": tuple(one.double() for one in args),
@@ -108,13 +132,14 @@ def test_other_tensors_are_looked_at_again(name: str) -> None:
         "parameter": (torch.nn.Parameter(first, requires_grad=False), *args[1:]),
     }
     for case, given in others.items():
-        asked.clear()
         want = value(OperationRegistry.create(name)(*given, **kwargs))
+        asked.clear()
         assert torch.equal(value(operation(*given, **kwargs)), want) and asked, case
     asked.clear()
     with torch.autocast("cpu", torch.bfloat16):
         got = value(operation(*args, **kwargs))
-        assert asked and got.dtype == value(OperationRegistry.create(name)(*args, **kwargs)).dtype
+        assert asked
+        assert got.dtype == value(OperationRegistry.create(name)(*args, **kwargs)).dtype
     asked.clear()
     with torch.inference_mode():
         assert value(operation(*args, **kwargs)).is_inference() and asked
@@ -191,6 +216,157 @@ def test_a_subclass_runs_what_it_overrides() -> None:
         assert torch.equal(operation(x), 2 * rms_aten.rms_norm(x))
 
 
+def test_other_settings_are_looked_at_again(asked: list[Any]) -> None:
+    x, weight = draw(3, 8), draw(8)
+    operation, _ = shortened("rms_norm", (x, weight, 0.5), {})
+    for args, kwargs in (
+        ((x, weight, 0.25), {}), ((x, weight), {}), ((x, weight), {"eps": 0.5}), ((x, weight, np.float64(0.5)), {}),
+        ((x, weight), {"eps": np.float64(0.5)}), ((x, None, 0.5), {}),
+    ):  # fmt: skip
+        asked.clear()
+        got = operation(*args, **kwargs)
+        assert asked and torch.equal(got, OperationRegistry.create("rms_norm")(*args, **kwargs)), args
+    operation, _ = shortened("rms_norm", (x, weight, 1), {})
+    with pytest.raises(TypeError, match="eps"):
+        operation(x, weight, True)
+    with pytest.raises(ValueError, match="eps"):
+        operation(x, weight, float("nan"))
+    geglu, _ = shortened("geglu", (x, x + 1, "tanh"), {})
+    with pytest.raises(ValueError, match="approximate"):
+        geglu(x, x + 1, "sigmoid")
+    heads = draw(2, 16, 4, 8)
+    for refused in ({"softcap": 5.0}, {"sliding_window": 3}, {"dropout_prob": 0.5}, {"softmax_scale": -0.5}):
+        assert shortened("attention", (heads, heads + 1, heads - 1), refused)[1]() == 0, refused
+
+
+def replaced(*args: Any, **kwargs: Any) -> Any:
+    return "replaced"
+
+
+PATCHES = [
+    pytest.param("rms_norm", (draw(3, 8), draw(8)), name, id=f"rms_norm-{name}")
+    for name in ("forward_cpu", "choose_freely", "check_call", "candidates", "run", "supports")
+] + [
+    pytest.param("rms_norm", (draw(3, 256), draw(256)), "run_cpp", id="rms_norm-run_cpp"),
+    pytest.param("linear", (draw(3, 8), draw(5, 8)), "forward_gpu", id="linear-forward_gpu"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "method"), PATCHES)
+@pytest.mark.parametrize("where", ["instance", "class", "base"])
+def test_a_method_replaced_later_is_called(
+    name: str, args: tuple[Tensor, ...], method: str, where: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation, count = shortened(name, args, {})
+    want, cls = operation(*args), type(operation)
+    seen: list[str] = []
+    kept = getattr(operation if where == "instance" else cls, method)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen.append(method)
+        return kept(*given, **named)
+
+    base = next(one for one in cls.__mro__ if method in vars(one))
+    target = {"instance": operation, "class": cls, "base": base}[where]
+    if where == "base" and base.__module__.endswith("impl"):  # seen by each operation, as its own would be
+        kept = getattr(base, method)
+    with monkeypatch.context() as patched:
+        patched.setattr(target, method, noted)
+        asked.clear()
+        for _ in range(CALLS + 2):
+            assert torch.equal(operation(*args), want)
+        # each time, as by an operation that has no shortcuts; `supports` and `run` are not of every call
+        other = OperationRegistry.create(name)
+        if where == "instance":
+            setattr(other, method, noted)
+        other._shortcuts = None
+        calls_of_each = len(seen)
+        for _ in range(CALLS + 2):
+            other(*args)
+        assert len(asked) == 2 * (CALLS + 2) and len(seen) == 2 * calls_of_each and count() == 0
+    for _ in range(2):
+        operation(*args)
+    asked.clear()
+    assert torch.equal(operation(*args), want) and not asked and count() == 1  # put back, it is as before
+
+
+def test_a_method_replaced_of_what_attention_calls_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = draw(2, 16, 4, 8)
+    args = (heads, heads + 1, heads - 1)
+    operation, _ = shortened("attention", args, {})
+    sdpa = operation.implementations["sdpa"]
+    for target in (sdpa, type(sdpa)):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, "forward_cpu", replaced)
+            assert [operation(*args) for _ in range(CALLS)] == ["replaced"] * CALLS
+        assert operation(*args) != "replaced"
+
+
+def test_a_class_made_while_its_base_is_patched_and_one_of_a_mixin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixin:
+        pass
+
+    class Mixed(Mixin, RMSNorm):
+        pass
+
+    x = draw(3, 8)
+    assert Mixed()._shortcuts is None
+    with monkeypatch.context() as patched:
+        patched.setattr(RMSNorm, "forward_cpu", replaced)
+
+        class Later(RMSNorm):
+            pass
+
+        operation = Later()
+        assert [operation(x) for _ in range(CALLS)] == ["replaced"] * CALLS
+    with monkeypatch.context() as patched:
+        patched.setattr(RMSNorm, "added", replaced, raising=False)
+        operation, count = shortened("rms_norm", (x,), {})
+        assert count() == 0
+
+
+def test_a_metaclass_of_its_own_changes_no_class() -> None:
+    operation = OperationRegistry.create("rms_norm")
+    assert isinstance(operation, OperationImpl) and not RMSNorm.__abstractmethods__
+    with pytest.raises(TypeError, match="abstract"):
+        OperationImpl()  # type: ignore[abstract]
+    RMSNorm.note = 3  # type: ignore[attr-defined]
+    assert RMSNorm.note == 3  # type: ignore[attr-defined]
+    del RMSNorm.note  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        del RMSNorm.note  # type: ignore[attr-defined]
+
+
+def test_sizes_that_never_come_back_are_not_looked_for() -> None:
+    cache, query = draw(1, 900, 2, 8), draw(1, 1, 2, 8)
+    operation = OperationRegistry.create("attention")
+    found = operation._shortcuts
+
+    def decode(keys: int) -> None:
+        operation(query, cache[:, :keys], cache[:, :keys], causal=True)
+
+    for keys in range(16, 16 + PATIENCE):
+        assert not found.resting
+        decode(keys)
+    assert found.resting == REST and not found.known and not found._asked
+    for keys in range(800):
+        decode(16 + keys)
+    assert found.resting == REST - 800 and not found.known
+    found.resting = 0
+    for keys in range(2 * PATIENCE):  # one that is found again and again is kept beside others that are not
+        decode(20)
+        decode(16 + keys)
+    assert not found.resting and len(found.known) >= 1 and found.missed <= 1
+    found.forget()
+    for keys in range(16, 200):  # as by three layers
+        for _ in range(3):
+            decode(keys)
+        assert len(found.known) <= SIZES
+    for width in range(1, 8 * SIZES):
+        operation(draw(1, 2, width, 8), draw(1, 2, width, 8), draw(1, 2, width, 8))
+        assert len(found._asked) <= 4 * SIZES + 1
+
+
 def test_copies_settings_and_how_many_are_kept() -> None:
     x = draw(3, 8)
     operation, count = shortened("rms_norm", (x,), {})
@@ -205,7 +381,7 @@ def test_copies_settings_and_how_many_are_kept() -> None:
     for rows in (1, 2, 4, 8, 16, 32, 64):
         for _ in range(3):
             operation(draw(rows, 64 // rows))
-    assert max(len(some) for known in operation._shortcuts.known for some in known.values()) <= CALLS
+    assert max(map(len, operation._shortcuts.known.values())) <= CALLS
     large = draw(LARGEST // 64 + 1, 64)
     operation, count = shortened("rms_norm", (large,), {})
     assert count() == 0

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+from easytorch.operations.dispatch.patches import OperationType
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ def backend(name: str) -> Callable[[_F], _F]:
     return mark
 
 
-class BaseOperation(ABC):
+class BaseOperation(ABC, metaclass=OperationType):
     """An operation: `forward_native` defines it, `forward_{cpu,gpu,cuda,rocm,tpu}` may compute it faster.
 
     Calling it runs the path of the platform of its first tensor. `forward_cuda` and `forward_rocm` default to

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, stable_spec
 from easytorch.kernels.interop.arguments import check_dense, check_flag, described
-from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, as_given, forward_mode
+from easytorch.kernels.interop.torch_func import FORWARD_REFUSAL, forward_mode
 from easytorch.kernels.interop.triton_devices import interpreted
 from easytorch.operations.dispatch.base import BaseOperation
 from easytorch.operations.dispatch.check import compare_with_definition
@@ -34,7 +34,8 @@ from easytorch.operations.dispatch.overrides import (
 )
 from easytorch.operations.dispatch.paths import path
 from easytorch.operations.dispatch.platform import PLATFORMS, platform_of
-from easytorch.operations.dispatch.shortcuts import Shortcuts, recording, same
+from easytorch.operations.dispatch.shortcuts import PLAIN, Shortcuts, forget_all, recording, same, same_values
+from easytorch.operations.dispatch.shorten import shorten
 from easytorch.operations.dispatch.signature import flags_of, keywords_of, signature_of
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,8 @@ class OperationImpl(BaseOperation):
                 f"OperationRegistry.create(name, metadata)"
             )
         super().__setattr__(name, value)
+        if name in type(self)._made:  # a method, which is replaced for this one
+            forget_all()
 
     def __copy__(self) -> OperationImpl:
         return copy.deepcopy(self, {id(self.metadata): self.metadata})  # its choices name the operation itself
@@ -227,23 +230,34 @@ class OperationImpl(BaseOperation):
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shortcuts = self._shortcuts
+        shortcuts, key = self._shortcuts, None
         # written out here: a call of a method takes a tenth of a product of a few numbers
-        if shortcuts is not None and args and type(args[0]) in _PLAIN and not is_compiling():
-            for count, flags, check, run in shortcuts.known[recording()].get(args[0].numel(), ()):
-                if (
-                    len(args) == count
-                    and ((not kwargs and not flags) or same(kwargs, flags))
-                    and check(*args)
-                    and forward_ad._current_level < 0
-                    and untouched()
-                ):
-                    return run(*args)
+        if shortcuts is not None and args and type(args[0]) in PLAIN and not is_compiling():
+            if shortcuts.resting > 0:
+                shortcuts.resting -= 1
+            else:
+                second = args[1].numel() if len(args) > 1 and type(args[1]) in PLAIN else -1
+                key = (recording(), args[0].numel(), second)
+                for count, tensors, values, named, check, run in shortcuts.known.get(key, ()):
+                    if len(args) != count or not ((not kwargs and not named) or same(kwargs, named)):
+                        continue
+                    given = args
+                    if values:
+                        if not same_values(args[tensors:], values):
+                            continue
+                        given = args[:tensors]
+                    if (
+                        check(*given)
+                        and forward_ad._current_level < 0
+                        and untouched()
+                    ):  # fmt: skip
+                        shortcuts.missed = 0
+                        return run(*given)
         self.check_call(args, kwargs)
         if self._free and untouched():
             choice = self.choose_freely(platform_of(args, kwargs), args, kwargs)
-            if shortcuts is not None and not is_compiling() and shortcuts.wants(args, kwargs):
-                return self._shorten(shortcuts, choice, args, kwargs)
+            if key is not None and shortcuts is not None and (tensors := shortcuts.wants(key, args, kwargs)):
+                return shorten(self, shortcuts, key, tensors, choice, args, kwargs)
             if choice.method != "forward_cpp":  # `choice.runs`, of which this is the common case
                 return getattr(choice.operation, choice.method)(*args, **kwargs)
         else:
@@ -252,18 +266,12 @@ class OperationImpl(BaseOperation):
                 return self._checked(choice, args, kwargs)
         return getattr(choice.operation, choice.runs)(*args, **kwargs)
 
-    def _shorten(self, shortcuts: Shortcuts, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call; where it succeeds, calls like it take its shortcut from now on."""
-        result = getattr(choice.operation, choice.runs)(*args, **kwargs)
-        if as_given() and (run := self.shortcut(choice, args, kwargs)) is not None:
-            shortcuts.add(args, kwargs, run)
-        return result
-
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What computes this call of `choice`, as `run(*args)`, without checks, for tensors of the same dtypes, sizes
-        and strides and the same flags; None where nothing is shorter than the call, or numbers are looked at.
+        and strides and the same settings; None where nothing is shorter than the call, or numbers are looked at.
 
-        args: tensors on the CPU, few numbers; kwargs: flags, True, False or None. No setting of the metadata is given.
+        args: the tensors, on the CPU, few numbers; kwargs: the settings by name, numbers, strings, True, False or None,
+        however they were given. No setting of the metadata is given.
         """
         return None
 
@@ -283,7 +291,7 @@ class OperationImpl(BaseOperation):
             leading = self._leading
             for value in args[:leading]:
                 # the type first: `isinstance` of a parameter takes three times as long
-                if (type(value) not in _PLAIN and not isinstance(value, Tensor)) or value.layout is not _STRIDED:
+                if (type(value) not in PLAIN and not isinstance(value, Tensor)) or value.layout is not _STRIDED:
                     break
             else:
                 if self._flags and (kwargs or given > leading):
@@ -490,7 +498,6 @@ def _reason_of(method: str) -> str:
 
 _ABSENT = object()
 _STRIDED = torch.strided
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 _logged: set[tuple[str, str, str]] = set()

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from easytorch.operations.dispatch.patches import watched
 from easytorch.operations.dispatch.paths import FILES
+from easytorch.operations.dispatch.shortcuts import available
 
 
 def depth(cls: type, *names: str) -> int:
@@ -57,8 +59,9 @@ def own_paths_first(platforms: frozenset[str], candidates: Callable[..., Any]) -
 
 
 def has_shortcuts(cls: type) -> bool:
-    """Whether `shortcut` still says what a call computes: nothing that goes into it is more derived."""
-    return depth(cls, "shortcut") <= depth(
+    """Whether `shortcut` still says what a call computes: nothing that goes into it is more derived, or can be replaced
+    unnoticed."""
+    return available() and watched(cls) and depth(cls, "shortcut") <= depth(
         cls, "__call__", "check_call", "choose_on", "choose_freely", "candidates", "prefers_cpp", "supports", "cast",
         "run", "run_cpp", "forward_native", "forward_cpu", "forward_gpu", "forward_cpp",
     )  # fmt: skip
