@@ -115,18 +115,22 @@ class _Server:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         engine = self._engine(body.model)
-        prompts = body.prompts()
+        prompts, params = body.prompts(), _params(body)
         echoes: list[str] = []
 
         def make() -> list[Any]:
-            tokens = [engine.tokens_of(one) for one in prompts]
+            tokens = [engine.truncated(engine.tokens_of(one), params) for one in prompts]
             if body.echo:
-                texts = (one if isinstance(one, str) else engine.tokenizer.decode(one) for one in prompts)
+                complete = params.truncate_prompt_tokens is None
+                texts = (
+                    one if complete and isinstance(one, str) else engine.tokenizer.decode(kept)
+                    for one, kept in zip(prompts, tokens, strict=True)
+                )  # fmt: skip
                 echoes.extend(text for text in texts for _ in range(body.n))
             return tokens
 
         kind = Completions(echoes if body.echo else None, engine.tokenizer)
-        return await self._answer(body, kind, make, _params(body), request)
+        return await self._answer(body, kind, make, params, request)
 
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
         self._check_model(body.model)

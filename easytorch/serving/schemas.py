@@ -103,6 +103,7 @@ class SamplingRequest(_Request):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -133,6 +134,7 @@ class SamplingRequest(_Request):
             "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
             "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+            "truncate_prompt_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

@@ -21,6 +21,7 @@ GIVEN = {
     "frequency_penalty": -0.5, "repetition_penalty": 1.25, "logit_bias": {"5": 3.0, "7": -2.0}, "seed": 11,
     "min_tokens": 3, "stop_token_ids": [4, 6], "include_stop_str_in_output": True, "ignore_eos": True,
     "skip_special_tokens": False, "allowed_token_ids": [5, 7], "bad_words": ["a"],
+    "truncate_prompt_tokens": 5,
 }  # fmt: skip
 STREAMED = {"stream", "stream_options", "structured_outputs"}
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "x"}]}

@@ -166,7 +166,7 @@ class Engine:
                 request_id = str(next(self._numbers))
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} exists already; request ids must be unique")
-        tokens = self.tokens_of(prompt)
+        tokens = self.truncated(self.tokens_of(prompt), params)
         max_length = self._max_length(len(tokens), params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             given: Iterable[int] | None = getattr(params, name)
@@ -187,7 +187,7 @@ class Engine:
             structure = structure.copy()
         seed = int(torch.randint(0, 2**31 - 1, ()).item()) if params.seed is None else params.seed + index
         text = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and params.detokenize:
             text = StoppedText(
                 self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
@@ -231,6 +231,15 @@ class Engine:
             if type(token) is not int or not 0 <= token < self._vocabulary:
                 raise ValueError(f"the prompt has token {token!r}; tokens are ints from 0 to {self._vocabulary - 1}")
         return tokens
+
+    def truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """The last of a prompt's tokens, as many as `params.truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most == -1:
+            most = max(1, self.max_model_length - (1 if params.max_tokens is None else params.max_tokens))
+        return tokens[-most:]
 
     def step(self) -> list[RequestOutput]:
         """Runs the model once and returns the outputs of the requests that got a token; [] when there is nothing to do.

@@ -47,6 +47,9 @@ class SamplingParams:
     cached pages of its prefix are computed again for them.
     structured_outputs: the text follows a JSON schema, a regular expression, a choice or a grammar, and ends where it
     is complete; needs the package llguidance (extra `serve`).
+    truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as max_model_length leaves beside
+    max_tokens. detokenize: False returns tokens without text; not with stop strings.
+    skip_reading_prefix_cache: compute the prompt, whatever pages of its prefix are cached; others may share its own.
     output_kind: what the outputs of `Engine.step` and `Engine.stream` hold; `LLM` returns the final ones in any case.
     """
 
@@ -72,6 +75,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_reading_prefix_cache: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
@@ -124,9 +130,19 @@ class SamplingParams:
             if not isinstance(one, str) or not one:
                 raise ValueError(f"stop={self.stop!r} must be strings, none of them empty")
         object.__setattr__(self, "stop_strings", stop)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+            "skip_reading_prefix_cache",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if stop and not self.detokenize:
+            raise ValueError("stop strings are searched for in the text: leave detokenize=False or stop out")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         if not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(map(str, RequestOutputKind))
             raise ValueError(f"output_kind={self.output_kind!r} must be one of {kinds}")

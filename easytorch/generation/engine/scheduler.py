@@ -121,7 +121,8 @@ class Scheduler:
             extend_hashes(request.hashes, request.tokens, self.page_size)
             # one token at least is computed: its logits are what the next one is sampled from
             most = min([len(request.tokens) - 1, *request.unscored[:1]])
-            shared = self.pool.match(request.hashes[: most // self.page_size])
+            if not request.params.skip_reading_prefix_cache:
+                shared = self.pool.match(request.hashes[: most // self.page_size])
         missing = self._num_pages(len(request.tokens)) - len(shared)
         if not self.pool.can_allocate(missing, shared):
             return False

@@ -6,6 +6,7 @@ the engine masks the tokens that the grammar does not allow.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import json
 import threading
@@ -20,6 +21,8 @@ from torch import Tensor
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # How many compiled grammars are cached: requests of one application use the same few.
 _CACHE_SIZE = 64
+# Of how many first tokens it is tried whether the grammar goes on after them; the first that does ends it.
+_MOST_PROBED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +112,30 @@ class StructuredOutputs:
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
         self._lock = threading.Lock()
+        self._pending: dict[str, concurrent.futures.Future[Any]] = {}
+        self._pending_lock = threading.Lock()
         self._compiled = functools.lru_cache(maxsize=_CACHE_SIZE)(self._compile)
 
     def compile(self, params: StructuredOutputsParams) -> StructuredText:
         """The initial state of a request's text; `ValueError` for a grammar that cannot be compiled."""
-        return StructuredText(self._compiled(params.source).deep_copy())
+        return StructuredText(self._compiled_once(params.source).deep_copy())
+
+    def _compiled_once(self, source: str) -> Any:
+        """Compiled by the first thread that asks for it; the others wait for its matcher, or its error."""
+        with self._pending_lock:
+            future = self._pending.get(source)
+            first = future is None
+            if future is None:
+                future = self._pending[source] = concurrent.futures.Future()
+        if first:
+            try:
+                future.set_result(self._compiled(source))
+            except BaseException as error:  # raised below, here and where the others wait
+                future.set_exception(error)
+            finally:
+                with self._pending_lock:
+                    del self._pending[source]
+        return future.result()
 
     @functools.cached_property
     def _automaton(self) -> Any:
@@ -135,10 +157,25 @@ class StructuredOutputs:
         if (error := _error_of(matcher)) is None:
             # The first mask builds most of the lexer, in seconds for some: here, not in a step that all requests share.
             matcher.compute_bitmask()
-            error = _error_of(matcher)
+            error = _error_of(matcher) or self._error_after_first_token(matcher)
         if error is not None:
             raise ValueError(f"the structured output cannot be compiled: {error}")
         return matcher
+
+    def _error_after_first_token(self, matcher: Any) -> str | None:
+        """Why no text gets past its first token, as where more rules may follow than llguidance's limit for a row."""
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocabulary])
+        tokens = [int(token) for token in allowed if int(token) not in self._end_tokens]
+        if len(tokens) < len(allowed) or len(tokens) > _MOST_PROBED:  # the empty text matches
+            return None
+        error = None
+        for token in tokens:
+            probe = matcher.deep_copy()
+            probe.consume_token(token)
+            if (error := _error_of(probe)) is None:
+                return None
+        return error
 
 
 def _error_of(matcher: Any) -> str | None:

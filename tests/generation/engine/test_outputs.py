@@ -142,3 +142,34 @@ def test_text_up_to_a_stop_string_against_its_definition(include):
         assert "".join(parts) == expected[-1]
         matches += match is not None
     assert 50 < matches < 250
+
+
+def test_prompts_are_truncated_from_the_left(llama):
+    engine = Engine(llama, max_memory=1 << 20, max_model_length=16)
+    prompt = list(range(1, 31))
+    for most, max_tokens, kept in ((4, 2, 4), (-1, 6, 10), (-1, None, 15)):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        *_, cut = engine.stream(prompt, replace(params, truncate_prompt_tokens=most))
+        *_, short = engine.stream(prompt[-kept:], params)
+        assert cut.prompt_token_ids == prompt[-kept:] and cut.outputs == short.outputs
+    for wrong in (0, -2, 1.5, True):
+        with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+            SamplingParams(truncate_prompt_tokens=wrong)
+
+
+def test_tokens_without_text(llama):
+    engine = Engine(llama, Letters(), max_memory=1 << 20)
+    text, none = outputs_of(engine)[-1].outputs[0], outputs_of(engine, detokenize=False)[-1].outputs[0]
+    assert text.text and none.text == "" and none.token_ids == text.token_ids
+    with pytest.raises(ValueError, match="leave detokenize=False or stop out"):
+        SamplingParams(detokenize=False, stop="a")
+
+
+def test_a_request_may_leave_the_prefix_cache_unread(llama):
+    engine = Engine(llama, max_memory=1 << 20, page_size=4)
+    prompt, params = list(range(1, 14)), SamplingParams(temperature=0, max_tokens=3)
+    found = [
+        list(engine.stream(prompt, replace(params, skip_reading_prefix_cache=skip)))[-1] for skip in (True, True, False)
+    ]
+    assert [one.num_cached_tokens for one in found] == [0, 0, 12]
+    assert found[0].outputs == found[1].outputs == found[2].outputs

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import llguidance
@@ -156,9 +159,40 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine, monkeypatch)
     assert len(beside) == 20
 
 
+def test_more_optional_properties_than_a_row_holds_are_refused_before_they_start(engine):
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        engine.add_request([5], SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    assert not engine.has_unfinished_requests
+
+
+def test_equal_grammars_that_arrive_at_once_are_compiled_once(engine, monkeypatch):
+    outputs, compiled, waiting = engine.structured_outputs, [], threading.Barrier(4)
+
+    def slow(source):
+        compiled.append(source)
+        time.sleep(0.5)
+        if "nope" in source:
+            raise ValueError("nope")
+        return llguidance.LLMatcher(outputs._automaton, source)
+
+    def ask(regex):
+        waiting.wait(timeout=60)
+        try:
+            return outputs.compile(StructuredOutputsParams(regex=regex)).allowed(300).sum().item()
+        except ValueError as error:
+            return str(error)
+
+    monkeypatch.setattr(outputs, "_compiled", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, ["[ab]c"] * 4)) == {2} and len(compiled) == 1
+        assert set(pool.map(ask, ["nope"] * 4)) == {"nope"} and len(compiled) == 2
+    assert not outputs._pending
+
+
 def test_a_grammar_that_leads_nowhere_is_no_text_that_is_complete(engine):
-    """After "a" nothing can come but an end token, which does not end what the grammar asks for."""
-    found, _ = texts(engine, StructuredOutputsParams(grammar='start: "a" x\nx: x "b"'), count=1)
+    """After "q" nothing can come but an end token, which does not end what the grammar asks for."""
+    found, _ = texts(engine, StructuredOutputsParams(grammar='start: "a" "q" x\nx: x "b"'), count=1)
     assert found[0].finish_reason == "abort" and "no text" in found[0].stop_reason
 
 
