@@ -178,7 +178,7 @@ class OneByOne:
     def has_unfinished_requests(self):
         return bool(self.left)
 
-    def add_request(self, prompt, params, index):
+    def add_request(self, prompt, params, index, structure):
         self.left.append(prompt)
         return prompt
 
