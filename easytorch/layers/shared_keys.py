@@ -111,6 +111,7 @@ def without_reentrant_checkpoints(model: nn.Module) -> None:
     if not any(attention.reads for attention in attentions):
         return
     changed = 0
+    layer: Any
     for layer in model.modules():
         attention, checkpoint = getattr(layer, "self_attn", None), getattr(layer, "_gradient_checkpointing_func", None)
         if not isinstance(attention, SharedKeysAttention) or not (attention.reads or attention.gives):
