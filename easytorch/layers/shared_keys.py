@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache
 
 from easytorch.cache_names import takes_cache
@@ -32,16 +35,6 @@ def check_sharing(config: Any) -> None:
             f"{config.model_type}: config.num_kv_shared_layers={shared} leaves no {', '.join(missing)} layer with keys "
             f"of its own among the first {len(own)}, whose keys the last layers of that type are to read"
         )
-
-
-def check_checkpoints(config: Any, *functions: Any, **named: Any) -> None:
-    """`ValueError` for a reentrant checkpoint, which knows gradients of a layer's own arguments alone."""
-    for function in (*functions, *named.values()):
-        if getattr(function, "keywords", {}).get("use_reentrant") and config.num_kv_shared_layers:
-            raise ValueError(
-                f"{config.model_type}: the last {config.num_kv_shared_layers} layers read keys of earlier ones, whose "
-                f'gradients a reentrant checkpoint would lose; use {{"use_reentrant": False}}, the default'
-            )
 
 
 class SharedKeysAttention(GroupedAttention):
@@ -109,3 +102,27 @@ class SharedKeysAttention(GroupedAttention):
         features = {"scaling": self.scaling, "dropout": dropout, **self.features(), **kwargs}
         output, weights = attend(self, query, key, value, attention_mask, **features)
         return self.project_output(output.reshape(batch, length, -1)), weights
+
+
+def without_reentrant_checkpoints(model: nn.Module) -> None:
+    """Layers of `model` that give or read shared keys get non-reentrant checkpoints, with one warning, where theirs
+    were reentrant: those know gradients of a layer's own arguments alone, and would lose those of the keys."""
+    attentions = [module for module in model.modules() if isinstance(module, SharedKeysAttention)]
+    if not any(attention.reads for attention in attentions):
+        return
+    changed = 0
+    layer: Any
+    for layer in model.modules():
+        attention, checkpoint = getattr(layer, "self_attn", None), getattr(layer, "_gradient_checkpointing_func", None)
+        if not isinstance(attention, SharedKeysAttention) or not (attention.reads or attention.gives):
+            continue
+        if isinstance(checkpoint, partial) and checkpoint.keywords.get("use_reentrant"):
+            keywords: dict[str, Any] = {**checkpoint.keywords, "use_reentrant": False}
+            layer._gradient_checkpointing_func = partial(checkpoint.func, *checkpoint.args, **keywords)
+            changed += 1
+    if changed:
+        warnings.warn(
+            f"{changed} layers give keys to others or read those of others, whose gradients a reentrant checkpoint "
+            f'would lose: these layers use {{"use_reentrant": False}}',
+            stacklevel=2,
+        )

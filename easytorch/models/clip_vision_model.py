@@ -35,7 +35,7 @@ class CLIPVisionEmbeddings(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.grid, self.patch_size = grid_of(config), pair(config.patch_size)
+        self.grid, self.patch_size = grid_of(config), config.patch_size
         if self.has_class_token:
             self.class_embedding = nn.Parameter(torch.randn(config.hidden_size))
         self.patch_embedding = patch_projection(config, bias=self.patch_bias)
@@ -49,7 +49,8 @@ class CLIPVisionEmbeddings(nn.Module):
 
     def interpolate_pos_encoding(self, embeddings: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """The positions (1, T, D) of an image of so many pixels."""
-        wanted = (height // self.patch_size[0], width // self.patch_size[1])
+        rows, columns = pair(self.patch_size)
+        wanted = (height // rows, width // columns)
         return resized_positions(self.position_embedding.weight[None], self.grid, wanted)
 
     def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None = False) -> torch.Tensor:

@@ -26,7 +26,7 @@ from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import Float32RMSNorm, PlainRMSNorm
 from easytorch.layers.per_layer_embedding import PerLayerEmbedding, PerLayerInput
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
-from easytorch.layers.shared_keys import SharedKeysAttention, check_checkpoints, check_sharing
+from easytorch.layers.shared_keys import SharedKeysAttention, check_sharing, without_reentrant_checkpoints
 from easytorch.protocol.native import NativeMoeDecoder
 
 # What a device map keeps on one device, whichever part of the model is asked.
@@ -182,9 +182,9 @@ class Gemma4PreTrainedModel(NativeMoeDecoder):
             initialization.ones_(module.layer_scalar)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        if enable:
-            check_checkpoints(self.config.get_text_config(), *args, **kwargs)
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
+        if enable:
+            without_reentrant_checkpoints(self)
 
     def get_per_layer_input_embeddings(self) -> nn.Module:
         """The embedding with a part for each layer."""

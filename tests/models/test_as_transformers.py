@@ -299,6 +299,8 @@ def test_activations_have_transformers_names(family) -> None:
         ("cohere2", "Cohere2ForCausalLM", "", ("logit_scale",)),
         ("falcon_h1", "FalconH1ForCausalLM", "model", ("embedding_multiplier", "lm_head_multiplier")),
         ("clip", "CLIPModel", "", ("projection_dim", "text_embed_dim", "vision_embed_dim")),
+        ("clip_vision_model", "CLIPVisionModel", "embeddings", ("patch_size",)),
+        ("siglip_vision_model", "SiglipVisionModel", "embeddings", ("patch_size",)),
         ("mamba", "MambaModel", "layers.0.mixer", (*MIXER, "time_step_rank")),
         ("mamba2", "Mamba2Model", "layers.0.mixer", (*MIXER, *MIXER2)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -93,13 +94,24 @@ def test_both_embeddings_grow(both) -> None:
     assert ours(IDS % 3 + 98).logits.shape == theirs(IDS % 3 + 98).logits.shape
 
 
-def test_a_reentrant_checkpoint_would_lose_gradients_of_shared_keys(both) -> None:
-    with pytest.raises(ValueError, match="last 2 layers read keys of earlier ones"):
-        both[0].gradient_checkpointing_enable({"use_reentrant": True})
-    own = Gemma4ForCausalLM(ROW.config(num_kv_shared_layers=0)).train()
-    own.gradient_checkpointing_enable({"use_reentrant": True})
-    own(IDS, labels=IDS).loss.backward()
-    assert all(weight.grad is not None for weight in own.parameters())
+@pytest.mark.parametrize("shared", [0, 2])
+def test_reentrant_checkpoints_keep_the_gradients_of_shared_keys(shared) -> None:
+    model, gradients = Gemma4ForCausalLM(ROW.config(num_kv_shared_layers=shared)).train(), []
+    for reentrant in (False, True):
+        if reentrant:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+            said = [str(one.message) for one in caught if "reentrant checkpoint would lose" in str(one.message)]
+            assert len(said) == bool(shared)
+        model.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append(
+            {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        )
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("changes, words", [
