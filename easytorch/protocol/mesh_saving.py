@@ -16,13 +16,16 @@ from easytorch.distributed.sharding import mesh_of
 from easytorch.distributed.together import RankFailedError, cpu_group, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
-from easytorch.protocol.adapters import adapter_names
+from easytorch.protocol.adapters import adapter_names, check_savable
 from easytorch.protocol.dtypes import dtype_of
+from easytorch.protocol.mesh_upload import push_sharded, save_and_upload
 from easytorch.protocol.quantization import EasyTorchQuantizer
 from easytorch.protocol.reference_arguments import folder_of
 
 # Arguments of transformers' that are of a model in one process.
-_OF_ONE = ("push_to_hub", "variant", "distributed_checkpoint")
+_OF_ONE = ("distributed_checkpoint",)
+# What `save_by_parts` takes; what else is given is of an upload.
+_OF_PARTS = ("save_original_format", "max_shard_size", "variant", "is_main_process", "save_peft_format", "push_to_hub")
 
 
 def is_sharded(model: Any) -> bool:
@@ -32,7 +35,13 @@ def is_sharded(model: Any) -> bool:
 
 def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `save_sharded` takes a call of `save_pretrained` with these arguments."""
-    return kwargs.get("to", "torch") != "torch" or (kwargs.get("state_dict") is None and is_sharded(model))
+    if kwargs.get("to", "torch") != "torch":
+        return True
+    # transformers writes a quantizer's own tensors in the place of those that are cast
+    cast = kwargs.get("float_dtype") is not None and isinstance(
+        getattr(model, "hf_quantizer", None), EasyTorchQuantizer
+    )
+    return kwargs.get("state_dict") is None and (cast or is_sharded(model))
 
 
 def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:
@@ -54,7 +63,7 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     """`save_pretrained` of a model over a mesh, or in another format than torch's. Each rank calls this.
 
     save: the one of a single process, for what the first rank writes alone: adapters, of which it gets no other
-    tensors, and what is uploaded. kwargs: those of `save_pretrained` that are given; is_main_process is that of a
+    tensors. push_to_hub: the first rank uploads what all have written. kwargs: those of `save_pretrained` that are given; is_main_process is that of a
     replica, of which one writes: over a mesh all take part.
     """
     given = {name: one for name, one in kwargs.items() if one is not None}
@@ -68,10 +77,9 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
             "by model.quantize()"
         )
     why = _only_gathered(model, given)
-    if to != "torch" and (why is not None or is_quantized(model)):
-        raise ValueError(
-            f"to={to!r} does not go with {why or 'quantized weights'}: save it as torch's and convert that"
-        )
+    unwritable = why or ("variant" if given.get("variant") else "quantized weights" if is_quantized(model) else None)
+    if to != "torch" and unwritable is not None:
+        raise ValueError(f"to={to!r} does not go with {unwritable}: save it as torch's and convert that")
     float_dtype, folder = given.pop("float_dtype", None), folder_of(save_directory, given.pop("step", None))
     dtype = None if float_dtype is None else dtype_of(float_dtype)
     mesh = None if is_spmd_mesh(mesh) else mesh  # of torch_xla: one process has it all
@@ -82,9 +90,32 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
 
     from easytorch.protocol.saving_by_parts import save_by_parts  # which loads the bridge's formats
 
-    original, size = given.pop("save_original_format", True), given.pop("max_shard_size", "50GB")
-    save_by_parts(model, folder, mesh=mesh, to=to, max_shard_size=size, dtype=dtype, original=original)
+    def write(place: Any) -> None:
+        save_by_parts(
+            model, place, mesh=mesh, to=to, max_shard_size=given.get("max_shard_size", "50GB"), dtype=dtype,
+            original=given.get("save_original_format", True), variant=given.get("variant"),
+        )  # fmt: skip
+
+    if given.get("push_to_hub"):
+        hub = {name: one for name, one in given.items() if name not in _OF_PARTS}
+        save_and_upload(model, folder, mesh, write, hub)
+    else:
+        write(folder)
     return None
+
+
+def push_sharded_model(
+    model: Any, repo_id: str, *, float_dtype: Any = None, max_shard_size: int | str = "50GB", **hub: Any
+) -> Any:
+    """`push_to_hub` of a model over a mesh; each rank calls this. hub: see `push_sharded`."""
+    mesh = mesh_of(model)
+
+    def save(folder: Any) -> None:
+        save_alone = functools.partial(type(model).save_pretrained, model)
+        save_sharded(model, folder, save_alone, {"float_dtype": float_dtype, "max_shard_size": max_shard_size})
+
+    check_savable(model)
+    return push_sharded(model, None if is_spmd_mesh(mesh) else mesh, repo_id, save, **hub)
 
 
 def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:

@@ -82,7 +82,7 @@ class ModuleMixin(_Base):
         """
         lazy.require_memory(self, "save_pretrained", by_transformers=True)
         adapters.check_savable(self)
-        if mesh_saving.by_ranks(self, {**kwargs, "to": to}):
+        if mesh_saving.by_ranks(self, {**kwargs, "to": to, "float_dtype": float_dtype}):
             reference_arguments.refuse_jax(gather_fns=gather_fns)
             kwargs |= {"float_dtype": float_dtype, "step": step, "to": to}
             return mesh_saving.save_sharded(

@@ -143,7 +143,7 @@ def save_pretrained(
     check_savable(model)
     from easytorch.protocol import mesh_saving  # which imports this module
 
-    if theirs is None and mesh_saving.by_ranks(model, kwargs):
+    if theirs is None and mesh_saving.by_ranks(model, {**kwargs, "float_dtype": float_dtype}):
         given = {**kwargs, "push_to_hub": push_to_hub, "token": token, "float_dtype": float_dtype, "step": step}
         save = functools.partial(type(model).save_pretrained, model)
         return mesh_saving.save_sharded(model, save_directory, save, given)
@@ -154,6 +154,10 @@ def save_pretrained(
         return (theirs or type(model).save_pretrained)(model, folder, push_to_hub=push_to_hub, **kwargs)
     if kwargs.get("state_dict") is not None or push_to_hub:
         raise ValueError("float_dtype goes with neither state_dict nor push_to_hub=True: cast the model by to_dtype")
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        raise ValueError(
+            f"float_dtype does not go with {type(quantizer).__name__}, which writes tensors of its own: leave it out"
+        )
     dtype = dtype_of(float_dtype)
     cast: dict[Any, Tensor] = {}  # tied weights stay one tensor
     state = dict(model.state_dict())
@@ -200,10 +204,22 @@ def push_to_hub(
 ) -> Any:
     """transformers' `push_to_hub`. float_dtype: uploads a copy in that dtype. verbose: logs where it is.
 
+    A model over a mesh: each rank calls this, all write the files, and the first one uploads them.
+
     `ValueError` for `gather_fns`, `use_temp_dir` and `mismatch_allowed`. theirs: as in `save_pretrained`.
     """
     refuse_jax(gather_fns=gather_fns, use_temp_dir=use_temp_dir, mismatch_allowed=mismatch_allowed)
     validate_repo_id(repo_id)
+    from easytorch.protocol import mesh_saving  # which imports this module
+
+    if mesh_saving.is_sharded(model):
+        result = mesh_saving.push_sharded_model(
+            model, repo_id, float_dtype=float_dtype, commit_message=commit_message, private=private, token=token,
+            create_pr=create_pr, revision=revision, commit_description=commit_description, **kwargs,
+        )  # fmt: skip
+        if verbose:
+            _LOG.warning("uploaded to %s", result)
+        return result
     uploaded = model if float_dtype is None else to_dtype(copy.deepcopy(model), float_dtype)
     result = (theirs or type(model).push_to_hub)(
         uploaded, repo_id, commit_message=commit_message, private=private, token=token, create_pr=create_pr,

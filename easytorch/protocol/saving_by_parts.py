@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_utils import _add_variant
 
 from easytorch.bridge.checkpoint import Checkpoint
 from easytorch.bridge.core.config import Config
@@ -58,6 +59,7 @@ def save_by_parts(
     max_shard_size: int | str = "50GB",
     dtype: torch.dtype | None = None,
     original: bool = True,
+    variant: str | None = None,
 ) -> None:
     """Write `model` into `directory`. Each rank of `mesh` calls this; without one the process writes all.
 
@@ -66,19 +68,21 @@ def save_by_parts(
     disk send their parts and write nothing. An error leaves the folder as it was, and is the same `CheckpointError` in
     each rank. to: of `FORMATS`, as in `easytorch.bridge.convert`. max_shard_size: of a file; a larger tensor has
     one of its own. dtype: of the floating point tensors in the files. original: whether tensors have the names that
-    checkpoints on the Hub have.
+    checkpoints on the Hub have. variant: of torch's, in the files' names; weights under other names stay.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} must be one of {', '.join(FORMATS)}; `easytorch convert` writes the others")
     size = parse_size(max_shard_size)
     if to != "torch" and not original:
         raise ValueError("save_original_format=False is of torch's names: a tree has names of its own")
+    if to != "torch" and variant is not None:
+        raise ValueError("variant is of torch's names: a tree has names of its own")
     given = Path(directory)
     with cpu_group(mesh) as group:
         with _readable_errors(given, group):
             path: Path = together(group, lambda: _place(given))[0]
         with _readable_errors(path, group):
-            saving = _Saving(model, path, group, to, size, dtype, original)
+            saving = _Saving(model, path, group, to, size, dtype, original, variant)
         saving.run()
 
 
@@ -105,9 +109,10 @@ class _Saving:
         size: int,
         dtype: torch.dtype | None,
         original: bool,
+        variant: str | None,
     ) -> None:
         self.model, self.path, self.group = model, path, group
-        self.to, self.size, self.dtype = to, size, dtype
+        self.to, self.size, self.dtype, self.variant = to, size, dtype, variant
         # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
         self.gathering = Gathering(model.state_dict(keep_vars=True), group)
         self.names = SavedNames(model, self.gathering.tensors, original=original)
@@ -139,7 +144,7 @@ class _Saving:
         reader: Reader = self.hub
         if self.dtype is not None:
             reader = PlannedReader(reader, cast_plan(reader.tensors, _name_of(self.dtype)))
-        files = self.names.files("model{suffix}.safetensors", self.size, self.dtype)
+        files = self.names.files(_add_variant("model{suffix}.safetensors", self.variant), self.size, self.dtype)
         format_ = target("torch").format
         order = format_.layout(list(reader.tensors.values()), 1 << 62)
         place = {info.name: number for infos in order.values() for number, info in enumerate(infos)}
@@ -155,7 +160,8 @@ class _Saving:
                     "metadata": {"total_parameters": self.names.parameters, "total_size": total},
                     "weight_map": {name: file for file, names in files.items() for name in names},
                 }
-                (folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                (folder / _add_variant(_INDEX, self.variant)).write_text(text, encoding="utf-8")
 
         return _Planned(reader, format_, layout, finish)
 
@@ -234,12 +240,12 @@ class _Saving:
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         planned.finish(folder, ReaderSource(planned.reader, None))
         if not self.stays:
-            _carry_over(self.path, folder)
+            _carry_over(self.path, folder, self.variant)
 
     def _publish(self, staging: ExitStack) -> None:
         staging.close()
         if self.stays:
-            _move_into(self.path / _MADE, self.path)
+            _move_into(self.path / _MADE, self.path, self.variant)
 
 
 def _write_config(model: Any, folder: Path) -> None:
@@ -283,8 +289,12 @@ def _sees(folder: Path) -> bool:
     return False
 
 
-def _weights_of(folder: Path) -> set[str]:
-    """The names in a folder that an earlier save of weights has left, in whichever format."""
+def _weights_of(folder: Path, variant: str | None) -> set[str]:
+    """The names in a folder that an earlier save of weights has left, in whichever format; of a variant its own."""
+    if variant is not None:
+        one = re.escape(variant)
+        own = re.compile(rf"model\.{one}(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.{one}\.json")
+        return {entry.name for entry in folder.iterdir() if own.fullmatch(entry.name)}
     names = {entry.name for entry in folder.iterdir() if _WEIGHTS.fullmatch(entry.name)}
     if any((folder / marker).is_file() for marker in (METADATA, MANIFEST)):
         keys: list[str] = []
@@ -294,11 +304,11 @@ def _weights_of(folder: Path) -> set[str]:
     return names
 
 
-def _carry_over(old: Path, new: Path) -> None:
+def _carry_over(old: Path, new: Path, variant: str | None) -> None:
     """What a folder holds beside the weights of an earlier save, as links where the disk has them."""
     if not old.is_dir():
         return
-    weights = _weights_of(old)
+    weights = _weights_of(old, variant)
     for entry in old.iterdir():
         if entry.name in weights or os.path.lexists(new / entry.name):
             continue
@@ -321,10 +331,10 @@ def _stays(path: Path) -> bool:
     return False
 
 
-def _move_into(made: Path, folder: Path) -> None:
+def _move_into(made: Path, folder: Path, variant: str | None) -> None:
     """Files of weights first, their index last, then what is left of an earlier save goes."""
-    names = sorted((entry.name for entry in made.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
-    before = _weights_of(folder)
+    names = sorted((entry.name for entry in made.iterdir()), key=lambda name: (".index." in name, name))
+    before = _weights_of(folder, variant)
     for name in names:
         if (folder / name).is_dir() or (made / name).is_dir():
             _remove(folder / name)

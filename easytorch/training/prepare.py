@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -139,13 +141,28 @@ def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None
     if config.dataset is None:
         tokens = tokenize(texts, tokenizer)
         split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses too little text
-    with named_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with named_os_errors(folder), _made_whole(folder):
         tokenizer.save_pretrained(folder)
         if config.dataset is None:
             np.save(folder / "tokens.npy", tokens)
         elif not config.streaming:
             _write_rows(folder / "rows", tokenizer, config)
+
+
+@contextmanager
+def _made_whole(folder: Path) -> Iterator[None]:
+    """Makes a folder; an error inside removes it, and those above that it made, where they were not there before."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # something else came into it
+            for one in made[1:]:
+                one.rmdir()
+        raise
 
 
 def _write_rows(folder: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:

@@ -88,6 +88,12 @@ class Rows:
         size = self.config.block_size
         for number, example in examples:
             found = preference_tokens(example, self.tokenizer, self._place(number))
+            if found[0] == found[1]:  # whose margin is zero whatever the model
+                none = not example["chosen"] and not example["rejected"]
+                raise ValueError(
+                    f"{flag('dataset')} {self._place(number)}: chosen and rejected are "
+                    f"{'both empty' if none else 'the same'}: one must be better than the other"
+                )
             chosen, rejected = map(self._cut, found)
             self.counts.examples += 1
             if chosen is None or rejected is None:
