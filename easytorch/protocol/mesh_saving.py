@@ -63,8 +63,8 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     """`save_pretrained` of a model over a mesh, or in another format than torch's. Each rank calls this.
 
     save: the one of a single process, for what the first rank writes alone: adapters, of which it gets no other
-    tensors. push_to_hub: the first rank uploads what all have written. kwargs: those of `save_pretrained` that are given; is_main_process is that of a
-    replica, of which one writes: over a mesh all take part.
+    tensors. kwargs: those of `save_pretrained` that are given; is_main_process is that of a replica, of which one
+    writes: over a mesh all take part. push_to_hub: the first rank uploads what all have written.
     """
     given = {name: one for name, one in kwargs.items() if one is not None}
     mesh, to = mesh_of(model), given.pop("to", "torch")

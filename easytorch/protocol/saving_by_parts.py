@@ -144,7 +144,8 @@ class _Saving:
         reader: Reader = self.hub
         if self.dtype is not None:
             reader = PlannedReader(reader, cast_plan(reader.tensors, _name_of(self.dtype)))
-        files = self.names.files(_add_variant("model{suffix}.safetensors", self.variant), self.size, self.dtype)
+        stem = "model" if self.variant is None else f"model.{self.variant}"
+        files = self.names.files(stem + "{suffix}.safetensors", self.size, self.dtype)
         format_ = target("torch").format
         order = format_.layout(list(reader.tensors.values()), 1 << 62)
         place = {info.name: number for infos in order.values() for number, info in enumerate(infos)}

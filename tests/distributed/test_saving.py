@@ -13,6 +13,7 @@ import orbax.checkpoint
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import easytorch
 from easytorch import protocol
@@ -196,3 +197,20 @@ def test_a_process_alone_writes_trees_too(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be written: File exists"):
         model.save_pretrained(tmp_path / "file" / "below", to="flax")
+
+
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
+def test_float_dtype_of_a_quantized_model_is_that_of_its_files(bits: str, tmp_path: Path) -> None:
+    """It was that of config.json alone, also in one process: the quantizer's tensors took the place of those cast."""
+    model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config()).eval()
+    model.quantize(bits)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        for number, save in enumerate((type(model).save_pretrained, protocol.save_pretrained)):
+            save(model, folder := tmp_path / str(number), float_dtype="bfloat16")
+            dtypes = {one.dtype for one in load_file(folder / "model.safetensors").values()}
+            assert torch.bfloat16 in dtypes and torch.float32 not in dtypes
+            again = easytorch.AutoModelForCausalLM.from_pretrained(folder)
+            assert again.dtype == torch.bfloat16
+            torch.testing.assert_close(again(ids).logits.float(), expected, atol=2e-2, rtol=0)

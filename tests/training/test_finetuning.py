@@ -113,6 +113,27 @@ def test_examples_that_cannot_be_used_are_refused(tokenizer, finetuning, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("chosen", "rejected", "said"),
+    [
+        ("b", "b", "are the same"),
+        ("", "", "are both empty"),
+        ([], [], "are both empty"),
+        ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "b"}], "are the same"),
+    ],
+)
+def test_preferences_without_a_difference_are_refused(finetuning, tmp_path, chosen, rejected, said):
+    """And nothing is left of the run, whose rows were half written."""
+    prompt = "a" if isinstance(chosen, str) else [{"role": "user", "content": "a"}]
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    bad = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    (path := tmp_path / "d.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    config = finetuning("dpo", dataset=str(path))
+    with pytest.raises(ValueError, match=rf"d\.jsonl, example 2: chosen and rejected {said}"):
+        train(config)
+    assert not Path(config.output).exists()
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"text": ("a.txt",)}, "two sources"),
