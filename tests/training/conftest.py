@@ -98,7 +98,8 @@ def datasets_of(tmp_path_factory) -> dict[str, str]:
         question, answer = words[number % len(words)], " ".join(words[: number % 3 + 1])
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         chat.append({"messages": turns if number % 4 else [*turns, *turns]})
-        pairs.append({"prompt": f"{question} ", "chosen": answer, "rejected": words[(number * 5) % len(words)]})
+        others = [word for word in words if word != answer]
+        pairs.append({"prompt": f"{question} ", "chosen": answer, "rejected": others[(number * 5) % len(others)]})
     found = {}
     for name, examples in (("sft", chat), ("dpo", pairs)):
         path = folder / f"{name}.jsonl"
