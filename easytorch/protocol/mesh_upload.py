@@ -47,7 +47,7 @@ def push_sharded(
     save: Save,
     *,
     private: bool | None = None,
-    token: bool | str | None = None,
+    token: Any = None,
     tags: list[str] | None = None,
     **commit: Any,
 ) -> Any:
@@ -69,7 +69,8 @@ def push_sharded(
         def upload() -> str:
             nonlocal result
             repository = hf_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-            create_and_tag_model_card(repository, tags, token=token).save(Path(folder) / "README.md")
+            card = create_and_tag_model_card(repository, tags, token=token)
+            card.save(Path(folder) / "README.md")
             result = model._upload_modified_files(folder, repository, files_timestamps={}, token=token, **commit)
             return str(result)
 
