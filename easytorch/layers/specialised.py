@@ -129,7 +129,7 @@ def _projection(name: str) -> Callable[..., Any]:
 
     def project(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         layer = module._modules.get(name)
-        if type(layer) is nn.Linear and len(args) == 1 and not kwargs:
+        if type(layer) is nn.Linear and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return linear(layer, args[0])
         return getattr(module, name)(*args, **kwargs)
 

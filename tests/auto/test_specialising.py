@@ -182,12 +182,62 @@ def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> N
             x = sum(part * self.scale for part in x.chunk(2))
             return self.four(self.three(input=x)) + self.other.two(self.two(x))
 
+    class OtherAttention(ReadingAttention):
+        def forward(self, x, given=None):
+            return self.four((self if given is None else given).two(x)) + (given or self).three(x)
+
+    class MovingAttention(ReadingAttention):
+        def forward(self, x):
+            self = self.other
+            return self.two(x)
+
+    assert [option.projections for option in candidates(OtherAttention())] == [("four",)]
+    assert candidates(MovingAttention()) == []
+
     module = ReadingAttention()
     x = torch.randn(2, 8)
     options = candidates(module)
     assert [option.projections for option in options] == [("one", "three")]
     expected = module(x)
     specialised.specialise(module, try_module(module, options).how)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_projections_that_have_adapters_are_those_of_one_model(monkeypatch) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(specialising, "_VERDICTS", {})
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128)).eval()
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj", "k_proj"]))
+    for one, names in ((adapted, "o_proj, v_proj"), (model, "k_proj, o_proj, q_proj, v_proj")):
+        row = next(row for row in specialise_modules(one) if row.kind == "rotary")
+        assert row.operations == f"rotary, linear ({names})"
+    attention = model.model.layers[0].self_attn
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="must be Tensor"):
+            attention._easytorch_q_proj(wrong)
+
+
+def test_a_decorator_with_an_empty_cell_is_looked_through() -> None:
+    def around(forward):
+        def called(*args):
+            return (forward if len(args) > 1 else unset)(*args)
+
+        called.__wrapped__ = forward
+        return called
+        unset = None
+
+    class EmptyAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(8, 8)
+
+        @around
+        def forward(self, x):
+            return self.one(x)
+
+    module, x = EmptyAttention(), torch.randn(2, 8)
+    expected = module(x)
+    specialised.specialise(module, try_module(module, candidates(module)).how)
     torch.testing.assert_close(module(x), expected)
 
 
