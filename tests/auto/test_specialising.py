@@ -241,6 +241,31 @@ def test_a_decorator_with_an_empty_cell_is_looked_through() -> None:
     torch.testing.assert_close(module(x), expected)
 
 
+@pytest.mark.parametrize("name", ["MistralAttention", "MistralRMSNorm", "MistralMLP"])
+def test_a_forward_that_is_replaced_later_is_called(name, monkeypatch) -> None:
+    mistral = t.models.mistral.modeling_mistral
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128)).eval()
+    ours = copy.deepcopy(model)
+    specialise_modules(ours)
+    with monkeypatch.context() as patched:
+        stock_class = getattr(mistral, name)
+        kept = stock_class.forward
+
+        def forward(self, *args, **kwargs):
+            output = kept(self, *args, **kwargs)
+            return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+        # with the code that the forward before had below a decorator: the same options
+        patched.setattr(stock_class, "forward", functools.wraps(kept)(forward))
+        expected, later = model(IDS).logits, copy.deepcopy(model)
+        specialise_modules(later)
+        for one in (ours, later):
+            torch.testing.assert_close(one(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(IDS).logits, expected, rtol=1e-3)
+    for one in (ours, later):
+        torch.testing.assert_close(one(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_rotation_that_differs_leaves_the_projections() -> None:
     mistral = t.models.mistral.modeling_mistral
 
