@@ -26,10 +26,17 @@ def global_of(function: Any, name: str) -> Any:
 def remakable(function: Any) -> bool:
     """Whether each decorator of `function` keeps what it calls in a cell: it can be made anew around another."""
     while (inner := getattr(function, "__wrapped__", None)) is not None:
-        if not any(cell.cell_contents is inner for cell in getattr(function, "__closure__", None) or ()):
+        if not any(_holds(cell, inner) for cell in getattr(function, "__closure__", None) or ()):
             return False
         function = inner
     return isinstance(function, types.FunctionType)
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty: its variable is not set yet
+        return False
 
 
 def with_global(function: Any, name: str, value: Any) -> Any:
@@ -39,16 +46,20 @@ def with_global(function: Any, name: str, value: Any) -> Any:
 
 def called_of_self(function: Any) -> frozenset[str]:
     """The attributes of its first argument that the code of a method, below its decorators, calls, and does nothing
-    else with: none of that name is read, set, or one of another object."""
+    else with: none of that name is read, set, or one of another object; none at all where that variable is set."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not code.co_argcount:
         return frozenset()
+    first = code.co_varnames[0]
     called: set[str] = set()
     otherwise: set[str] = set()
     before = None
     for one in dis.get_instructions(code):
+        if _sets(one, first):
+            return frozenset()
         if one.opcode in dis.hasname:  # not a variable of that name
-            of_self = _loads_method(one) and before is not None and _loads_first(before, code)
+            # a target of jumps, as in `(other if given else self).name()`, is of several objects
+            of_self = _loads_method(one) and not one.is_jump_target and before is not None and _loads(before, first)
             (called if of_self else otherwise).add(one.argval)
         before = one
     return frozenset(called - otherwise)
@@ -60,11 +71,24 @@ def _loads_method(instruction: dis.Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD" or bool(by_bit)
 
 
-def _loads_first(instruction: dis.Instruction, code: types.CodeType) -> bool:
-    first = code.co_varnames[0]
-    loaded = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-    # a cell, where a comprehension or a function within reads it too
-    return instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and loaded == first
+def _loads(instruction: dis.Instruction, variable: str) -> bool:
+    """Whether it loads this variable last."""
+    # a cell, where a comprehension or a function within reads it too; from Python 3.13 on one instruction has two
+    name = instruction.opname
+    return ("LOAD_FAST" in name or name.startswith("LOAD_DEREF")) and _variables(instruction)[-1] == variable
+
+
+def _sets(instruction: dis.Instruction, variable: str) -> bool:
+    """Whether it sets or deletes this variable."""
+    found = _variables(instruction)[:1] if "_LOAD_" in instruction.opname else _variables(instruction)
+    return instruction.opname.startswith(_SETTING) and variable in found
+
+
+_SETTING = ("STORE_FAST", "STORE_DEREF", "DELETE_FAST", "DELETE_DEREF", "LOAD_FAST_AND_CLEAR")
+
+
+def _variables(instruction: dis.Instruction) -> tuple[Any, ...]:
+    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
 def with_attributes(function: Any, names: Mapping[str, str]) -> Any:
@@ -84,7 +108,7 @@ def _innermost(function: Any, change: Callable[[Any], Any]) -> Any:
     if inner is None:
         return change(function)
     replaced = _innermost(inner, change)
-    cells = tuple(types.CellType(replaced) if cell.cell_contents is inner else cell for cell in function.__closure__)
+    cells = tuple(types.CellType(replaced) if _holds(cell, inner) else cell for cell in function.__closure__)
     outer = _like(function, function.__globals__, cells)
     outer.__wrapped__ = replaced
     return outer

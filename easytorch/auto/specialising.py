@@ -78,12 +78,13 @@ def _unknown_norm(module: nn.Module) -> bool:
     )
 
 
-_VERDICTS: dict[tuple[type[nn.Module], str], Verdict] = {}
+_VERDICTS: dict[tuple[type[nn.Module], str, tuple[How, ...]], Verdict] = {}
 
 
 def try_module(module: nn.Module, options: list[How]) -> Verdict:
     """The first of `options` that gives what the module gives; once for all instances that are made alike."""
-    key = (type(module), _structure(module))
+    # the options too: an attention whose projections have adapters has others than one without
+    key = (type(module), _structure(module), tuple(options))
     if key not in _VERDICTS:
         _VERDICTS[key] = _try(module, options)
     return _VERDICTS[key]
@@ -244,7 +245,7 @@ def _specialise_experts(model: PreTrainedModel, asked: object) -> list[ModuleCla
 
 def _try_experts(module: nn.Module) -> str | None:
     """None where transformers' own loop over experts gives what ours gives."""
-    key = (type(module), _structure(module))
+    key = (type(module), _structure(module), ())
     if key not in _VERDICTS:
         _VERDICTS[key] = Verdict(reason=_experts_disagreement(module))
     return _VERDICTS[key].reason

@@ -29,10 +29,12 @@ from easytorch.operations.dispatch.environment import untouched
 
 
 class Specialised(nn.Module):
-    """The first base of a specialised class. stock: the class of the instance before."""
+    """The first base of a specialised class. stock: the class of the instance before; tried: its forward then, which
+    ours stands for: one that replaces it later is called."""
 
     how: ClassVar[Any]
     stock: ClassVar[type[nn.Module]]
+    tried: Callable[..., Any]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the stock class, from which this one is made again."""
@@ -114,8 +116,9 @@ class StockAttention:
 
         @functools.wraps(forward)
         def either(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            current = stock.forward  # another one where it was replaced since
             # torch.compile looks a global up in the module of its name, whatever the function's globals are
-            return ours(module, *args, **kwargs) if _eager() else forward(module, *args, **kwargs)
+            return (ours if current is forward and _eager() else current)(module, *args, **kwargs)
 
         return {"forward": either, **{_OURS + name: _projection(name) for name in self.projections}}
 
@@ -129,7 +132,7 @@ def _projection(name: str) -> Callable[..., Any]:
 
     def project(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         layer = module._modules.get(name)
-        if type(layer) is nn.Linear and len(args) == 1 and not kwargs:
+        if type(layer) is nn.Linear and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return linear(layer, args[0])
         return getattr(module, name)(*args, **kwargs)
 
@@ -153,7 +156,8 @@ def specialise(module: nn.Module, how: How) -> None:
 @functools.cache
 def specialised_class(stock: type[nn.Module], how: How) -> type[nn.Module]:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (*how.bases(), stock), {**names, "how": how, "stock": stock, **how.body(stock)})
+    kept = {"how": how, "stock": stock, "tried": staticmethod(stock.forward)}
+    return type(stock.__name__, (*how.bases(), stock), {**names, **kept, **how.body(stock)})
 
 
 def _remade(stock: type[nn.Module], how: How) -> nn.Module:
@@ -194,7 +198,7 @@ class SpecialisedNorm(Specialised):
     how: ClassVar[Norm]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _eager():
+        if len(args) == 1 and not kwargs and self.stock.forward is self.tried and _eager():
             parameters = self._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if weight is None or weight.dtype is args[0].dtype:
@@ -235,7 +239,8 @@ class SpecialisedFeedForward(Specialised):
     """Shared by the feed-forward networks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _eager() and not self._drops():
+        as_tried = self.stock.forward is self.tried
+        if as_tried and len(args) == 1 and not kwargs and _eager() and not self._drops():
             return self._ours(args[0])
         return self.stock.forward(self, *args, **kwargs)
 

@@ -54,12 +54,14 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) 
     none. The gradients are of each by itself.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    output: Tensor = _Linear.apply(x.to(dtype), len(weights), *weights, *biases)
-    return output
+    rows: Tensor = _Linear.apply(x.to(dtype).reshape(-1, x.shape[-1]), len(weights), *weights, *biases)
+    # out here: the view that an `autograd.Function` returns may not be changed in place, as a layer's output may
+    return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of every order, after the first the definition's; those of x and of the weights know no bias."""
+    """x (M, K) -> (M, N). Gradients of every order, after the first the definition's; those of x and of the weights
+    know no bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
@@ -69,8 +71,7 @@ class _Linear(torch.autograd.Function):
         joint = _joint(weights)
         with torch.autocast("cpu", enabled=False):
             bias = _joint(biases).to(x.dtype) if biases else None
-            output = product(x.reshape(-1, x.shape[-1]), joint.to(x.dtype), bias)
-        return output.view(*x.shape[:-1], joint.shape[0])
+            return product(x, joint.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,18 +79,17 @@ class _Linear(torch.autograd.Function):
         of_x, _, *of_parameters = ctx.needs_input_grad
         of_weights, of_biases = of_parameters[: len(weights)], of_parameters[len(weights) :]
         sizes = [len(one) for one in weights]
-        by_rows = grad.reshape(-1, sum(sizes))
         grads: list[Tensor | None] = [None] * (1 + len(weights))
         if torch.is_grad_enabled() or transforming():
             grads = by_definition(_definition, (x, *weights), (of_x, *of_weights), grad)
         else:
             if of_x:
-                grads[0] = product(by_rows, _joint(weights).to(x.dtype).t()).view(x.shape)
+                grads[0] = product(grad, _joint(weights).to(x.dtype).t())
             if any(of_weights):
-                found = _of_weight(by_rows, x.reshape(-1, x.shape[-1]))
+                found = _of_weight(grad, x)
                 grads[1:] = found.to(weights[0].dtype).split(sizes)
         if any(of_biases):
-            grads += by_rows.sum(0, dtype=ctx.biases[0]).split(sizes)
+            grads += grad.sum(0, dtype=ctx.biases[0]).split(sizes)
         else:
             grads += [None] * len(of_biases)
         own = [one if need else None for one, need in zip(grads, (of_x, *of_parameters), strict=True)]

@@ -182,6 +182,18 @@ def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> N
             x = sum(part * self.scale for part in x.chunk(2))
             return self.four(self.three(input=x)) + self.other.two(self.two(x))
 
+    class OtherAttention(ReadingAttention):
+        def forward(self, x, given=None):
+            return self.four((self if given is None else given).two(x)) + (given or self).three(x)
+
+    class MovingAttention(ReadingAttention):
+        def forward(self, x):
+            self = self.other
+            return self.two(x)
+
+    assert [option.projections for option in candidates(OtherAttention())] == [("four",)]
+    assert candidates(MovingAttention()) == []
+
     module = ReadingAttention()
     x = torch.randn(2, 8)
     options = candidates(module)
@@ -189,6 +201,69 @@ def test_attention_without_rotation_and_what_its_forward_reads(monkeypatch) -> N
     expected = module(x)
     specialised.specialise(module, try_module(module, options).how)
     torch.testing.assert_close(module(x), expected)
+
+
+def test_projections_that_have_adapters_are_those_of_one_model(monkeypatch) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(specialising, "_VERDICTS", {})
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128)).eval()
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj", "k_proj"]))
+    for one, names in ((adapted, "o_proj, v_proj"), (model, "k_proj, o_proj, q_proj, v_proj")):
+        row = next(row for row in specialise_modules(one) if row.kind == "rotary")
+        assert row.operations == f"rotary, linear ({names})"
+    attention = model.model.layers[0].self_attn
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="must be Tensor"):
+            attention._easytorch_q_proj(wrong)
+
+
+def test_a_decorator_with_an_empty_cell_is_looked_through() -> None:
+    def around(forward):
+        def called(*args):
+            return (forward if len(args) > 1 else unset)(*args)
+
+        called.__wrapped__ = forward
+        return called
+        unset = None
+
+    class EmptyAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(8, 8)
+
+        @around
+        def forward(self, x):
+            return self.one(x)
+
+    module, x = EmptyAttention(), torch.randn(2, 8)
+    expected = module(x)
+    specialised.specialise(module, try_module(module, candidates(module)).how)
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("name", ["MistralAttention", "MistralRMSNorm", "MistralMLP"])
+def test_a_forward_that_is_replaced_later_is_called(name, monkeypatch) -> None:
+    mistral = t.models.mistral.modeling_mistral
+    model = t.AutoModelForCausalLM.from_config(t.MistralConfig(**SIZES, head_dim=128)).eval()
+    ours = copy.deepcopy(model)
+    specialise_modules(ours)
+    with monkeypatch.context() as patched:
+        stock_class = getattr(mistral, name)
+        kept = stock_class.forward
+
+        def forward(self, *args, **kwargs):
+            output = kept(self, *args, **kwargs)
+            return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+        # with the code that the forward before had below a decorator: the same options
+        patched.setattr(stock_class, "forward", functools.wraps(kept)(forward))
+        expected, later = model(IDS).logits, copy.deepcopy(model)
+        specialise_modules(later)
+        for one in (ours, later):
+            torch.testing.assert_close(one(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(IDS).logits, expected, rtol=1e-3)
+    for one in (ours, later):
+        torch.testing.assert_close(one(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rotation_that_differs_leaves_the_projections() -> None:

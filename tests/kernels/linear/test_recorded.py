@@ -62,6 +62,17 @@ def test_gradients_of_gradients_and_frozen_weights(monkeypatch: pytest.MonkeyPat
     assert weights[1].grad is None and weights[0].grad is not None and biases[1].grad is not None
 
 
+def test_outputs_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Longformer scales its queries: autograd refuses that of a view that an `autograd.Function` returned."""
+    monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())
+    x, weights, biases = given(True)
+    for rows in (x, x.flatten(0, 1)):
+        outputs = call(rows, weights, biases), F.linear(rows, torch.cat(weights), torch.cat(biases))
+        found, wanted = (torch.autograd.grad(one.div_(3.0).sin().sum(), (x, *weights, *biases)) for one in outputs)
+        for one, want in zip(found, wanted, strict=True):
+            assert (one - want).norm() <= 1e-5 * want.norm()
+
+
 def test_small_and_traced_calls_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_ONEDNN", True)
     x, weights, _ = given(False)
