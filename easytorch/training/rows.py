@@ -23,19 +23,24 @@ PADDING = -1  # the segment of padding
 
 @dataclass
 class Counts:
-    """Examples that were cut at `block_size`, and those left out, of which no answer is left then."""
+    """Examples that were cut at `block_size`, and those left out: of which no answer is left then, or preferences whose
+    chosen and rejected are the same, and teach nothing."""
 
     examples: int = 0
     cut: int = 0
     dropped: int = 0
+    ties: int = 0
 
     def note(self) -> str:
-        if not self.cut and not self.dropped:
-            return ""
-        return (
-            f"of {self.examples} examples {self.cut} are cut at {flag('block_size')}, and {self.dropped} are left out: "
-            "nothing of an answer is left"
-        )
+        notes = []
+        if self.cut or self.dropped:
+            notes.append(
+                f"of {self.examples} examples {self.cut} are cut at {flag('block_size')}, and {self.dropped} are left "
+                "out: nothing of an answer is left"
+            )
+        if self.ties:
+            notes.append(f"of {self.examples} preferences {self.ties} are left out: chosen and rejected are the same")
+        return "; ".join(notes)
 
 
 @dataclass
@@ -88,14 +93,11 @@ class Rows:
         size = self.config.block_size
         for number, example in examples:
             found = preference_tokens(example, self.tokenizer, self._place(number))
-            if found[0] == found[1]:  # whose margin is zero whatever the model
-                none = not example["chosen"] and not example["rejected"]
-                raise ValueError(
-                    f"{flag('dataset')} {self._place(number)}: chosen and rejected are "
-                    f"{'both empty' if none else 'the same'}: one must be better than the other"
-                )
-            chosen, rejected = map(self._cut, found)
             self.counts.examples += 1
+            if found[0] == found[1]:  # its margin is zero whatever the model
+                self.counts.ties += 1
+                continue
+            chosen, rejected = map(self._cut, found)
             if chosen is None or rejected is None:
                 continue
             row: Row = {}

@@ -41,13 +41,19 @@ def test_the_folder_of_transformers_own_class(capsys, tmp_path) -> None:
     found = json.loads(output(capsys, str(tmp_path), "--json"))
     assert found["model_type"] == "gpt_neo" and not any(one["native"] for one in found["classes"])
     run = found["run"]
-    assert run["model_class"] == "GPTNeoForCausalLM" and run["blocks"] == ["SpecialisedMLP"]
+    assert run["model_class"] == "GPTNeoForCausalLM" and run["blocks"] == [
+        "SpecialisedAttention",
+        "SpecialisedMLP",
+    ]
     assert set(run["replaced"]) <= set(run["attention_layers"])
     assert len(run["replaced"]) == len(run["attention_layers"]) or run["reason"]
     text = output(capsys, str(tmp_path))
-    assert "transformers' own classes" in text and "layers of EasyTorch  SpecialisedMLP" in text
+    assert "transformers' own classes" in text and "layers of EasyTorch  SpecialisedAttention, SpecialisedMLP" in text
     assert "other modules        2 x GPTNeoMLP (MLP) by linear" in text
-    assert [(one["name"], one["kind"], one["count"]) for one in run["modules"]] == [("GPTNeoMLP", "MLP", 2)]
+    assert [(one["name"], one["kind"], one["count"]) for one in run["modules"]] == [
+        ("GPTNeoSelfAttention", "projections", 2),
+        ("GPTNeoMLP", "MLP", 2),
+    ]
 
 
 def test_a_name_that_is_nothing(capsys, tmp_path) -> None:

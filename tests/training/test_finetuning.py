@@ -26,6 +26,7 @@ from easytorch.training.launch import child_environment
 from easytorch.training.metrics import read_metrics, series
 from easytorch.training.preferences import dpo_loss
 from easytorch.training.prepare import check_inputs, read_task
+from easytorch.training.rows import Rows
 from easytorch.training.sources import StreamedRows
 
 GENERATION = (
@@ -112,23 +113,27 @@ def test_examples_that_cannot_be_used_are_refused(tokenizer, finetuning, tmp_pat
         check_inputs(finetuning("sft", dataset="no.jsonl"), 1)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "said"),
-    [
-        ("b", "b", "are the same"),
-        ("", "", "are both empty"),
-        ([], [], "are both empty"),
-        ([{"role": "assistant", "content": "b"}], [{"role": "assistant", "content": "b"}], "are the same"),
-    ],
-)
-def test_preferences_without_a_difference_are_refused(finetuning, tmp_path, chosen, rejected, said):
-    """And nothing is left of the run, whose rows were half written."""
-    prompt = "a" if isinstance(chosen, str) else [{"role": "user", "content": "a"}]
-    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    bad = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    (path := tmp_path / "d.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+SAID = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("answer", ["b", "", [], SAID], ids=["same", "empty", "no_turns", "same_turns"])
+def test_preferences_without_a_difference_are_left_out_and_counted(tokenizer, finetuning, answer):
+    prompt = "a" if isinstance(answer, str) else [{"role": "user", "content": "a"}]
+    good, tie = (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": prompt, "chosen": answer, "rejected": answer},
+    )
+    rows = Rows(finetuning("dpo"), tokenizer)
+    found = [place for _, place in rows.of([tie, good, tie, good])]
+    assert found == [(2, 0), (4, 0)]
+    assert rows.counts.note() == "of 4 preferences 2 are left out: chosen and rejected are the same"
+
+
+def test_preferences_without_any_difference_are_refused(finetuning, tmp_path):
+    """And nothing is left of the run, whose rows were being written."""
+    (path := tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
     config = finetuning("dpo", dataset=str(path))
-    with pytest.raises(ValueError, match=rf"d\.jsonl, example 2: chosen and rejected {said}"):
+    with pytest.raises(ValueError, match=r"d\.jsonl makes no row to train on"):
         train(config)
     assert not Path(config.output).exists()
 
