@@ -49,7 +49,11 @@ def test_the_folder_of_transformers_own_class(capsys, tmp_path) -> None:
     assert len(run["replaced"]) == len(run["attention_layers"]) or run["reason"]
     text = output(capsys, str(tmp_path))
     assert "transformers' own classes" in text and "layers of EasyTorch  SpecialisedAttention, SpecialisedMLP" in text
-    assert "other modules        2 x GPTNeoMLP (MLP) by linear" in text
+    assert (
+        "other modules        2 x GPTNeoSelfAttention (projections) by linear (k_proj, out_proj, q_proj, v_proj)"
+        in text
+    )
+    assert "2 x GPTNeoMLP (MLP) by linear" in text
     assert [(one["name"], one["kind"], one["count"]) for one in run["modules"]] == [
         ("GPTNeoSelfAttention", "projections", 2),
         ("GPTNeoMLP", "MLP", 2),
