@@ -1,10 +1,24 @@
-"""How a process of several ends in the tests that start them."""
+"""How the tests start several processes, and how each of them ends."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_ranks(script: Path, *arguments: object, processes: int, timeout: float) -> subprocess.CompletedProcess[str]:
+    """`torchrun` of a script, with a thread in each of its processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*torchrun, str(script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
 
 
 def leave_group() -> NoReturn:

@@ -41,6 +41,18 @@ def together(group: Any, work: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in outcomes]
 
 
+@contextmanager
+def own_errors(what: str) -> Iterator[None]:
+    """Turns `RankFailedError` into that error itself in the rank that failed, and in the others into a `RuntimeError`
+    that says `what` and why."""
+    try:
+        yield
+    except RankFailedError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise RuntimeError(f"{what}: {error.cause}") from error
+
+
 def exchanged(group: Any, own: Any) -> list[Any]:
     """What each rank of `group` passes, in order; pickled."""
     if group is None:

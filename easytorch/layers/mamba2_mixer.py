@@ -54,14 +54,9 @@ class Mamba2Mixer(nn.Module):
         plain_activation(act)  # refused here by name, not at the first token
         self.norm_before_gate = False
         self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
-        self.heads, self.head_dim, self.groups, self.state_size = heads, head_dim, groups, state_size
+        self.num_heads, self.head_dim, self.n_groups = heads, head_dim, groups
+        self.ssm_state_size, self.conv_kernel_size = state_size, conv_kernel
         inner, shared = heads * head_dim, groups * state_size
-        self.num_heads, self.n_groups, self.ssm_state_size, self.conv_kernel_size = (
-            heads,
-            groups,
-            state_size,
-            conv_kernel,
-        )
         self.hidden_size, self.intermediate_size, self.conv_dim = hidden_size, inner, inner + 2 * shared
         self.use_bias, self.use_conv_bias, self.layer_norm_epsilon = bias, conv_bias, eps
         self.parts = (inner, inner + 2 * shared, heads)  # of in_proj: gate, input of the convolution, time step
@@ -79,13 +74,13 @@ class Mamba2Mixer(nn.Module):
 
     def reset_decays(self) -> None:
         """Sets A_log to the logarithms of 1 to H, and D to ones."""
-        initialization.copy_(self.A_log, torch.arange(1.0, self.heads + 1, device=self.A_log.device).log())
+        initialization.copy_(self.A_log, torch.arange(1.0, self.num_heads + 1, device=self.A_log.device).log())
         initialization.ones_(self.D)
 
     def reset_parameters(self, config: Any) -> None:
         """The same, and time steps between config.time_step_min and config.time_step_max."""
         self.reset_decays()
-        initialization.copy_(self.dt_bias, initial_time_steps(config, self.heads, self.dt_bias.device))
+        initialization.copy_(self.dt_bias, initial_time_steps(config, self.num_heads, self.dt_bias.device))
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(B, T, D) -> gate (B, T, H P), input of the convolution (B, T, H P + 2 G N), time step (B, T, H)."""
@@ -111,7 +106,7 @@ class Mamba2Mixer(nn.Module):
         gate, x, dt = self.project(without_padding(hidden_states, attention_mask))
         x = convolve(self.conv1d, x, self.activation, cache, self.layer_idx, seq_idx)
         x, B, C = without_padding(x, attention_mask).split(self.convolved, dim=-1)
-        heads, shared = (self.heads, self.head_dim), (self.groups, self.state_size)
+        heads, shared = (self.num_heads, self.head_dim), (self.n_groups, self.ssm_state_size)
         scanned = ssm2(
             x.unflatten(-1, heads),
             dt,

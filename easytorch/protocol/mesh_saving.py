@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from easytorch.distributed.gathering import Gathering, Request
 from easytorch.distributed.sharding import mesh_of
-from easytorch.distributed.together import RankFailedError, cpu_group, together
+from easytorch.distributed.together import cpu_group, own_errors, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.adapters import adapter_names, check_savable
@@ -22,8 +22,6 @@ from easytorch.protocol.mesh_upload import push_sharded, save_and_upload
 from easytorch.protocol.quantization import EasyTorchQuantizer
 from easytorch.protocol.reference_arguments import folder_of
 
-# Arguments of transformers' that are of a model in one process.
-_OF_ONE = ("distributed_checkpoint",)
 # What `save_by_parts` takes; what else is given is of an upload.
 _OF_PARTS = ("save_original_format", "max_shard_size", "variant", "is_main_process", "save_peft_format", "push_to_hub")
 
@@ -124,7 +122,7 @@ def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:
         return "an adapter"
     if kwargs.get("state_dict") is not None:
         return "state_dict"
-    return next((name for name in _OF_ONE if kwargs.get(name)), None)
+    return "distributed_checkpoint" if kwargs.get("distributed_checkpoint") else None
 
 
 def _save_gathered(
@@ -135,33 +133,28 @@ def _save_gathered(
 
     Each rank calls this. The first rank's error is raised there, and the others raise `RuntimeError`.
     """
-    with cpu_group(mesh) as group:
+    with cpu_group(mesh) as group, own_errors("save_pretrained: the first rank could not write the model"):
         # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
         gathering = Gathering(model.state_dict(keep_vars=True), group)
         first = gathering.rank == 0
-        try:
-            found = together(group, lambda: _taken(model, gathering))
-            files = {name: source for one in found for name, source in one.items()}
-            distinct = list(dict.fromkeys(gathering.tensors[source].tied for source in files.values()))
-            wanted: list[list[Request]] = [[(name,) for name in distinct], *([] for _ in range(gathering.ranks - 1))]
-            rounds = gathering.rounds(wanted)
+        found = together(group, lambda: _taken(model, gathering))
+        files = {name: source for one in found for name, source in one.items()}
+        distinct = list(dict.fromkeys(gathering.tensors[source].tied for source in files.values()))
+        wanted: list[list[Request]] = [[(name,) for name in distinct], *([] for _ in range(gathering.ranks - 1))]
+        rounds = gathering.rounds(wanted)
 
-            def write() -> Any:
-                full = {name: one for _ in distinct for name, one in rounds.next().items()} if first else {}
-                rounds.finish()
-                if not first:
-                    return None
-                if dtype is not None:
-                    full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
-                state = {name: full[gathering.tensors[source].tied] for name, source in files.items()}
-                with _as_given(model):
-                    return save(state_dict=state, **kwargs)
+        def write() -> Any:
+            full = {name: one for _ in distinct for name, one in rounds.next().items()} if first else {}
+            rounds.finish()
+            if not first:
+                return None
+            if dtype is not None:
+                full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
+            state = {name: full[gathering.tensors[source].tied] for name, source in files.items()}
+            with _as_given(model):
+                return save(state_dict=state, **kwargs)
 
-            return together(group, write)[0]
-        except RankFailedError as error:
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None
-            raise RuntimeError("save_pretrained: the first rank could not write the model") from error
+        return together(group, write)[0]
 
 
 def _taken(model: Any, gathering: Gathering) -> dict[str, str]:

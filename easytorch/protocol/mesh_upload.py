@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils.hub import create_and_tag_model_card, hf_api
 
-from easytorch.distributed.together import RankFailedError, cpu_group, rank_in, together
+from easytorch.distributed.together import cpu_group, own_errors, rank_in, together
 
 Save = Callable[[str | os.PathLike[str]], object]
 
@@ -84,9 +84,5 @@ def _timestamps(folder: Path) -> dict[str, float]:
 
 def _first(group: Any, work: Callable[[], Any]) -> Any:
     """What `work` returns in the first rank, in each of them."""
-    try:
+    with own_errors("the first rank could not upload the model"):
         return together(group, work)[0]
-    except RankFailedError as error:
-        if isinstance(error.__cause__, Exception):
-            raise error.__cause__ from None
-        raise RuntimeError(f"the first rank could not upload the model: {error.cause}") from error

@@ -133,8 +133,7 @@ class SamplingRequest(_Request):
         names = (
             "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "allowed_token_ids", "bad_words",
-            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-            "truncate_prompt_tokens",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

@@ -131,9 +131,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = _from_yaml(text) if is_yaml else json.loads(text, object_pairs_hook=_once)
+    except _GivenTwiceError as error:
+        raise ValueError(f"{flag('config')}: {path}: {error}: give it once") from error
     except (ValueError, yaml.YAMLError) as error:
-        if str(error).endswith("given twice"):
-            raise ValueError(f"{flag('config')}: {path}: {error}: give it once") from error
         what = "YAML" if is_yaml else "JSON (a YAML file ends in .yaml)"
         raise ValueError(f"{flag('config')}: {path} is not {what}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
@@ -144,6 +144,10 @@ def _read(path: str) -> dict[str, Any]:
 
 
 _ENDINGS = (".yaml", ".yml", ".json")
+
+
+class _GivenTwiceError(ValueError):
+    """A name stands twice in a mapping."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -161,11 +165,11 @@ _Loader.add_implicit_resolver(
 
 
 def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The pairs as a mapping. `ValueError` for a name that is given twice."""
+    """The pairs as a mapping. `_GivenTwiceError` for a name that is given twice."""
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if isinstance(name, str) and name in found:
-            raise ValueError(f"{name} is given twice")
+            raise _GivenTwiceError(f"{name} is given twice")
         if isinstance(name, str):
             found[name] = value
     return found

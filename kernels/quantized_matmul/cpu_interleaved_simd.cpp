@@ -10,6 +10,7 @@
 #include "cpu_interleaved.h"
 
 #include "../cpu/rows.h"
+#include "../cpu/vendor.h"
 #include "cpu_integers.h"
 
 namespace {
@@ -45,10 +46,7 @@ struct Packed {
 };
 
 // How many bytes ahead of what is read lines are prefetched; 0, the line itself, for none.
-inline int64_t prefetch_distance() {
-  static const int64_t distance = __builtin_cpu_is("intel") ? 2048 : 0;
-  return distance;
-}
+inline int64_t prefetch_distance() { return is_intel() ? 2048 : 0; }
 
 // x becomes integers below 2**(EXPONENT + 1), whose upper two bytes are below 2**14: 32 products with a code fit 32 bits.
 constexpr int EXPONENT = 21;

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -13,8 +10,7 @@ import transformers
 import easytorch
 from easytorch.bridge.convert import convert
 from tests.models.families import FAMILIES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import run_ranks
 
 
 def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
@@ -27,11 +23,6 @@ def test_each_rank_reads_its_own_part(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.OlmoConfig(vocab_size=96, eos_token_id=1, pad_token_id=0, **sizes)
     transformers.OlmoForCausalLM(config).save_pretrained(tmp_path / "olmo")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("loading_rank.py")), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = run_ranks(Path(__file__).with_name("loading_rank.py"), tmp_path, processes=2, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout.count(" ok\n") == 2, done.stdout

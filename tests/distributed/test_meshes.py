@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from easytorch.training import TrainingConfig, train
 from easytorch.training.checkpoint import load_state
 from easytorch.training.gradients import clip, total_norm
 from easytorch.training.metrics import read_metrics
+from tests.processes import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 DENSE = {"model_type": "qwen3", "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True, **SIZES}
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, **SIZES}
@@ -64,12 +61,7 @@ def test_four_processes_compute_and_train_as_one_does(tmp_path: Path) -> None:
     for number, config in enumerate((*runs.values(), *chain)):
         written.append(tmp_path / f"{number}.json")
         config.save(written[-1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("mesh_rank.py")), *map(str, written)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = run_ranks(Path(__file__).with_name("mesh_rank.py"), *written, processes=4, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout.count(" ok\n") == 4, done.stdout
     for config in alone.values():

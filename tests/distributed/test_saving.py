@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +20,8 @@ from easytorch.bridge.errors import CheckpointError
 from easytorch.bridge.load_tree import load_tree
 from tests.distributed.saving_rank import MESHES, SIZE
 from tests.models.families import FAMILIES
+from tests.processes import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -65,12 +63,7 @@ def test_the_ranks_write_together_what_one_process_writes(processes: int, tmp_pa
 
 
 def run(processes: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("saving_rank.py")), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    return run_ranks(Path(__file__).with_name("saving_rank.py"), folder, processes=processes, timeout=900)
 
 
 def check_files(folder: Path, family: str, axes: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -12,8 +9,7 @@ import torch
 import easytorch
 from tests.distributed.uploading_rank import SIZE
 from tests.models.families import FAMILIES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import run_ranks
 
 
 def test_all_ranks_write_and_the_first_uploads(tmp_path: Path) -> None:
@@ -26,12 +22,7 @@ def test_all_ranks_write_and_the_first_uploads(tmp_path: Path) -> None:
     easytorch.AutoModelForCausalLM.from_pretrained(tmp_path / "alone", dtype=torch.bfloat16).save_pretrained(
         tmp_path / "half", max_shard_size=SIZE
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("uploading_rank.py")), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_ranks(Path(__file__).with_name("uploading_rank.py"), tmp_path, processes=2, timeout=300)
     assert done.stdout.count(" ok\n") == 2, done.stdout + done.stderr[-6000:]
     one, both = tmp_path / "expected", tmp_path / "variant"
     assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in both.iterdir())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,19 +21,14 @@ from easytorch.layers import (
     get_sharding,
     partition_specs,
 )
+from tests.processes import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [ParallelLinear, ColumnParallelLinear, RowParallelLinear]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes(ranks: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("parallel_linear_rank.py"))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    done = run_ranks(Path(__file__).with_name("parallel_linear_rank.py"), processes=ranks, timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]
     assert all(f"rank {rank} ok" in done.stdout for rank in range(ranks))
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 import easytorch
 from tests.models.families import FAMILIES
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import run_ranks
 
 
 def test_two_processes_compute_what_one_computes(llama_config, tmp_path) -> None:
@@ -23,16 +19,11 @@ def test_two_processes_compute_what_one_computes(llama_config, tmp_path) -> None
     for number, config in enumerate(configs):
         easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(number))
     cases = [f"{plan}:{tmp_path}/{number}" for plan, number in (("tp", 0), ("tp", 1), ("tp", 2), ("ep", 2))]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for number, family in enumerate(("llama", "qwen3"), start=len(configs)):
         torch.manual_seed(number)
         config = FAMILIES[family].config(vocab_size=96, num_hidden_layers=2, tie_word_embeddings=family == "qwen3")
         easytorch.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(number))
         cases.append(f"outside:{tmp_path}/{number}")
-    done = subprocess.run(
-        [*torchrun, str(Path(__file__).with_name("tensor_parallel_rank.py")), *cases],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    done = run_ranks(Path(__file__).with_name("tensor_parallel_rank.py"), *cases, processes=2, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal ") == 2 * len(cases)

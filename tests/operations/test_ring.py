@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +16,7 @@ from easytorch.kernels.ring.exchange import agree
 from easytorch.operations import OperationMetadata, OperationRegistry, UnsupportedOperationError
 from easytorch.operations.attention.ring_mesh import Placement
 from easytorch.operations.dispatch.check import relative_rms_error
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 B, T, S, H, K, D, DV = 2, 63, 81, 6, 2, 60, 36
@@ -31,12 +29,7 @@ def tensors(value_dim: int = D) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes(ranks):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = Path(__file__).with_name("ring_ranks.py")
-    done = subprocess.run(
-        [*torchrun, str(script), str(ranks)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = run_ranks(Path(__file__).with_name("ring_ranks.py"), ranks, processes=ranks, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert all(f"rank {rank} ok" in done.stdout for rank in range(ranks))
 

@@ -155,7 +155,8 @@ class Engine:
         """Puts a request into the queue, and returns its id: the given one, or a new one.
 
         prompt: text, or a list of tokens. index: the number of this continuation among the `params.n` of a prompt, each
-        of which is a request of its own. `ValueError` for what cannot be generated; nothing is queued then.
+        of which is a request of its own. structure: the compiled `params.structured_outputs`, which is copied; compiled
+        here unless given. `ValueError` for what cannot be generated; nothing is queued then.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):

@@ -156,15 +156,17 @@ class StructuredOutputs:
         matcher = LLMatcher(automaton, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if (error := _error_of(matcher)) is None:
             # The first mask builds most of the lexer, in seconds for some: here, not in a step that all requests share.
-            matcher.compute_bitmask()
-            error = _error_of(matcher) or self._error_after_first_token(matcher)
+            mask = matcher.compute_bitmask()
+            error = _error_of(matcher) or self._error_after_first_token(matcher, mask)
         if error is not None:
             raise ValueError(f"the structured output cannot be compiled: {error}")
         return matcher
 
-    def _error_after_first_token(self, matcher: Any) -> str | None:
-        """Why no text gets past its first token, as where more rules may follow than llguidance's limit for a row."""
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    def _error_after_first_token(self, matcher: Any, mask: bytes) -> str | None:
+        """Why no text gets past its first token, as where more rules may follow than llguidance's limit for a row.
+
+        mask: a bit for each token that `matcher` allows."""
+        bits = np.frombuffer(mask, dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocabulary])
         tokens = [int(token) for token in allowed if int(token) not in self._end_tokens]
         if len(tokens) < len(allowed) or len(tokens) > _MOST_PROBED:  # the empty text matches
