@@ -119,13 +119,13 @@ class _Server:
         echoes: list[str] = []
 
         def make() -> list[Any]:
-            tokens = [engine.truncated(engine.tokens_of(one), params) for one in prompts]
+            given = [engine.tokens_of(one) for one in prompts]
+            tokens = [engine.truncated(one, params) for one in given]
             if body.echo:
-                complete = params.truncate_prompt_tokens is None
                 texts = (
-                    one if complete and isinstance(one, str) else engine.tokenizer.decode(kept)
-                    for one, kept in zip(prompts, tokens, strict=True)
-                )  # fmt: skip
+                    prompt if isinstance(prompt, str) and len(kept) == len(complete) else engine.tokenizer.decode(kept)
+                    for prompt, complete, kept in zip(prompts, given, tokens, strict=True)
+                )
                 echoes.extend(text for text in texts for _ in range(body.n))
             return tokens
 

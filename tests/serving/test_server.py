@@ -9,6 +9,7 @@ import socket
 
 import openai
 import pytest
+import tokenizers
 import torch
 
 from easytorch.generation.engine import LLM, Engine, SamplingParams, StructuredOutputsParams
@@ -169,6 +170,26 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client, expected, model
     with pytest.raises(openai.BadRequestError, match=f"a request at most {len(longest)}"):
         client.completions.create(model="small", prompt=[*longest, 5], max_tokens=0, echo=True)
     assert alone.usage.completion_tokens == 0 and alone.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_an_echo_is_the_prompt_as_far_as_it_is_kept(model, tokenizer):
+    """The given text where nothing is cut, without what the tokenizer puts before it; else the text of what is left."""
+    begins = copy.deepcopy(tokenizer)
+    begins._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokens = begins("the class")["input_ids"]
+    assert tokens[0] == 0 and begins.decode(tokens) != "the class"
+    engine = Engine(model, begins, max_memory=1 << 21)
+    with serving(create_app("small", engine=engine)) as (url, _):
+        http = openai.DefaultHttpxClient(trust_env=False, timeout=300)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+        for most, kept in ((None, tokens), (-1, tokens), (len(tokens), tokens), (2, tokens[-2:])):
+            expected = "the class" if kept == tokens else begins.decode(kept)
+            asked = {"model": "small", "prompt": "the class", "echo": True, "logprobs": 0, "max_tokens": 0}
+            answer = client.completions.create(**asked, extra_body={"truncate_prompt_tokens": most})
+            assert answer.choices[0].text == expected, most
+            assert answer.usage.prompt_tokens == len(answer.choices[0].logprobs.tokens) == len(kept)
 
 
 def test_tokens_that_the_model_rules_out(model, tokenizer):

@@ -152,8 +152,8 @@ def test_prompts_are_truncated_from_the_left(llama):
         *_, cut = engine.stream(prompt, replace(params, truncate_prompt_tokens=most))
         *_, short = engine.stream(prompt[-kept:], params)
         assert cut.prompt_token_ids == prompt[-kept:] and cut.outputs == short.outputs
-    for wrong in (0, -2, 1.5, True):
-        with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+    for wrong in (0, -2, 1.5, -1.0, True):
+        with pytest.raises(ValueError, match=r"truncate_prompt_tokens=.* at least 1, or -1"):
             SamplingParams(truncate_prompt_tokens=wrong)
 
 
