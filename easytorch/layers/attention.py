@@ -59,10 +59,11 @@ _OPERATIONS = {
 _RING = OperationRegistry.create("ring")  # of one process
 
 # Other keywords that reach the attention through transformers' **kwargs. These do not change the result: positions and
-# packing are already in the mask.
+# packing are already in the mask, and generate hands the tokenizers of its stop strings and assistants on to the model.
 HARMLESS = frozenset(
     {
         *(name for name in NAMES if name != "cache"),
+        "assistant_tokenizer",
         "cache_position",
         "deterministic",
         "encoder_attention_mask",
@@ -78,6 +79,7 @@ HARMLESS = frozenset(
         "return_dict",
         "seq_idx",
         "shift_labels",
+        "tokenizer",
         "use_cache",
     }
 )

@@ -18,6 +18,7 @@ from easytorch.kernels.cpu import library, processor
 from easytorch.kernels.decoder_step import cpu
 from easytorch.layers import attention
 from easytorch.layers.cache_slots import slot_of
+from easytorch.training.tokenizer import train_tokenizer
 from tests.models.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}")
@@ -330,6 +331,19 @@ def test_a_few_tokens_of_any_rows_are_one_step_of_the_feed_forward(shape: tuple[
     assert calls == {"attention_step": 0, "feed_forward_step": LAYERS if rows <= 8 else 0}
     assert got.shape == expected.shape
     assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_generate_with_stop_strings_is_in_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    """generate hands the tokenizer of stop strings on to the model, which has no use for it."""
+    one, tokenizer = model(), train_tokenizer(["the class statement binds a name"] * 5, 280)
+    settings: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    expected = one.generate(IDS, **settings)
+    attention._warn_unknown.cache_clear()
+    with counted() as calls:
+        found = one.generate(IDS, **settings, stop_strings="never said", tokenizer=tokenizer)
+    assert torch.equal(found, expected)
+    assert calls == {"attention_step": 6 * LAYERS, "feed_forward_step": 6 * LAYERS}
+    assert not [record for record in caplog.records if "'tokenizer'" in record.message]
 
 
 def test_what_asks_for_more_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
