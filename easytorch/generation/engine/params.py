@@ -141,8 +141,8 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if stop and not self.detokenize:
             raise ValueError("stop strings are searched for in the text: leave detokenize=False or stop out")
-        if (most := self.truncate_prompt_tokens) is not None and (type(most) is not int or (most < 1 and most != -1)):
-            raise ValueError(f"truncate_prompt_tokens={most!r} must be an int of at least 1, or -1")
+        if (kept := self.truncate_prompt_tokens) is not None and (type(kept) is not int or (kept < 1 and kept != -1)):
+            raise ValueError(f"truncate_prompt_tokens={kept!r} must be an int of at least 1, or -1")
         if not isinstance(self.output_kind, RequestOutputKind):
             kinds = ", ".join(map(str, RequestOutputKind))
             raise ValueError(f"output_kind={self.output_kind!r} must be one of {kinds}")
