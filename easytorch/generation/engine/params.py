@@ -131,12 +131,9 @@ class SamplingParams:
                 raise ValueError(f"stop={self.stop!r} must be strings, none of them empty")
         object.__setattr__(self, "stop_strings", stop)
         for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "skip_special_tokens",
-            "detokenize",
+            "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize",
             "skip_reading_prefix_cache",
-        ):
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if stop and not self.detokenize:
