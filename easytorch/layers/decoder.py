@@ -22,7 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.cache_names import CACHE, cache_keyword, takes_cache
-from easytorch.layers import decoder_step, sequence_parallel
+from easytorch.layers import decoder_step, layers_step, sequence_parallel
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, check_windows, masks_by_layer_type
@@ -52,6 +52,13 @@ class DecoderLayer(GradientCheckpointingLayer):
     mlp: nn.Module
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
+    # the class's forward where it is this class's, which layers_step.py computes for many layers at once
+    stepped_forward: ClassVar[Any] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        inherits = "forward" not in cls.__dict__ and getattr(cls.__mro__[1], "stepped_forward", None) is not None
+        super().__init_subclass__(**kwargs)  # where transformers wraps `forward`
+        cls.stepped_forward = cls.forward if inherits else None
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -85,6 +92,9 @@ class DecoderLayer(GradientCheckpointingLayer):
         mlp, norm = getattr(self, self.mlp_name), self.post_attention_layernorm
         mixed = decoder_step.feed_forward_step(norm, mlp, stepped) if steps else None
         return stepped + mlp(norm(stepped)) if mixed is None else mixed
+
+
+DecoderLayer.stepped_forward = DecoderLayer.forward
 
 
 class PrePostNormLayer(DecoderLayer):
@@ -218,8 +228,13 @@ class DecoderBackbone(_Base):
         """(B, T, D) through the layers `first` to `last` (exclusive); kwargs: the other arguments of each layer."""
         # generate(assistant_early_exit=n) drafts with the first n layers by lowering num_hidden_layers temporarily
         last = self.config.num_hidden_layers if last is None else min(last, self.config.num_hidden_layers)
-        layers = itertools.islice(getattr(self, self.layers_name), first, last)
-        for layer, layer_type in zip(layers, self.layer_types[first:], strict=False):
+        layers = list(itertools.islice(getattr(self, self.layers_name), first, last))
+        layer_types = self.layer_types[first : first + len(layers)]
+        if decoder_step.steps(hidden_states):
+            stepped = layers_step.layers_step(self, layers, layer_types, hidden_states, masks, positions, kwargs)
+            if stepped is not None:
+                return stepped
+        for layer, layer_type in zip(layers, layer_types, strict=True):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],

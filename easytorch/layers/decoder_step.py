@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from easytorch.kernels.decoder_step.native import (
     AnyProjection,
     AttentionWeights,
     FeedForwardWeights,
+    PagesOfLayer,
     Projection,
     QuantizedProjection,
+    SlotOfLayer,
 )
 from easytorch.kernels.rms_norm.cpu import SMALLEST_ROW
 from easytorch.layers import attention
@@ -50,12 +52,60 @@ _FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in ("forward", "p
 _ROTATIONS: dict[Any, bool] = {GroupedAttention.rotate: False, HeadNormAttention.rotate: True}
 _NORM = RMSNorm.forward
 _FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
+Memory = TypeVar("Memory")
 _READ = frozenset({"attention_mask", CACHE})  # keywords of the attention that `attention_step` looks at
 
 
 def steps(x: Tensor) -> bool:
     """Whether the operators may take hidden states x, which are a few tokens, on a CPU."""
     return cpu.takes(x) and untouched()
+
+
+class AttentionHalf(NamedTuple):
+    """What `attention_step` finds in the modules of a layer's attention.
+
+    pages_taken: whether it may attend to keys and values in pages.
+    """
+
+    module: Any
+    weights: AttentionWeights
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    window: int | None
+    pages_taken: bool
+
+
+class Attended(NamedTuple, Generic[Memory]):
+    """Memory that a half is to write to and attend to, and who learns of it by `written` afterwards."""
+
+    memory: Memory
+    owner: Any
+
+
+def attention_half(norm: nn.Module, module: nn.Module, x: Tensor) -> AttentionHalf | None:
+    """The half x + attention(norm(x)) for x that `steps` takes; None where the modules are to run. It depends on the
+    modules, their config and the dtype of x alone."""
+    kind: Any = type(module)
+    normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
+    if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
+        return None
+    attention_: Any = module
+    config, features = attention_.config, attention_.features()
+    if attn_implementation(config) != "easytorch" or wants_attentions(config) or not features.keys() <= _FEATURES:
+        return None
+    if module.training and attention_.attention_dropout:
+        return None
+    scale, softcap, window = attention_.scaling, features.get("softcap"), features.get("sliding_window")
+    numbers = type(scale) is float and (softcap is None or type(softcap) is float)
+    sinks = features.get("s_aux")
+    if not numbers or not (window is None or type(window) is int) or not _is_plain(sinks, x):
+        return None
+    weights = _attention_weights(norm, module, x, normalized)
+    if weights is None:
+        return None
+    pages_taken = _is(kind, _OVER_PAGES) and attention_.layer_type != CHUNKED
+    return AttentionHalf(module, weights, scale, softcap, sinks, window, pages_taken)
 
 
 def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -65,96 +115,91 @@ def attention_step(norm: nn.Module, module: nn.Module, x: Tensor, kwargs: Mappin
 
     kwargs: those that the attention is called with.
     """
-    page_slots = getattr(kwargs.get(CACHE), "page_slots", None)
-    if x.shape[1] != 1 and page_slots is None:
+    past = kwargs.get(CACHE)
+    page_slots = getattr(past, "page_slots", None)
+    if past is None or (x.shape[1] != 1 and page_slots is None) or not passes(kwargs):
         return None
-    kind: Any = type(module)
-    normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
-    if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
+    half = attention_half(norm, module, x)
+    if half is None:
         return None
-    attention_: Any = module
-    config, past = attention_.config, kwargs.get(CACHE)
-    if past is None or attn_implementation(config) != "easytorch" or wants_attentions(config):
-        return None
-    features = attention_.features()
-    if not (features.keys() <= _FEATURES and _passes(kwargs)) or (module.training and attention_.attention_dropout):
-        return None
-    scale, softcap = attention_.scaling, features.get("softcap")
-    if type(scale) is not float or not (softcap is None or type(softcap) is float):
-        return None
-    weights = _attention_weights(norm, module, x, normalized)
-    if weights is None:
-        return None
-    positions = kwargs.get("position_embeddings") if attention_.use_rope else None
+    positions, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+    # looked at one by one: `contract.resolve` takes as long as a small product
     if page_slots is not None:
-        return _over_pages(module, x, weights, positions, page_slots, kwargs)
-    if positions is not None and not _fits_angles(positions, x, attention_.head_dim):
+        found = None if mask is not None else in_pages(half, x, positions, page_slots)
+        if found is None:
+            return None
+        pages, angles, left = found.memory
+        call = AttentionCall(sinks=half.sinks, scale=half.scale, left=left, right=0, softcap=half.softcap)
+        stepped = cpu.attention_step_pages(of_rows(x), half.weights, angles, pages, call).view(x.shape)
+        written(half, found)
+        return stepped
+    placed = in_cache(half, x, positions, mask, past)
+    if placed is None:
         return None
-    target = slot_of(past, attention_.layer_idx, x.shape[0], x.dtype)
+    slot, angles, mask = placed.memory
+    call = AttentionCall(mask=mask, sinks=half.sinks, scale=half.scale, softcap=half.softcap)
+    stepped = cpu.attention_step(x, half.weights, angles, slot, call)
+    written(half, placed)
+    return stepped
+
+
+def in_cache(half: AttentionHalf, x: Tensor, positions: Any, mask: Any, past: Any) -> Attended[SlotOfLayer] | None:
+    """Where x (B, 1, D) goes in a cache, and what it sees there: keywords as the attention's; None: by its modules."""
+    module = half.module
+    angles = positions if module.use_rope else None
+    if angles is not None and not _fits_angles(angles, x, module.head_dim):
+        return None
+    target = slot_of(past, module.layer_idx, x.shape[0], x.dtype)
     if target is None:
         return None
-    slot, mask, sinks = target.slot, kwargs.get("attention_mask"), features.get("s_aux")
-    if slot.keys.shape[1] != attention_.num_key_value_heads or slot.keys.shape[3] != attention_.head_dim:
+    slot = target.slot
+    if slot.keys.shape[1] != module.num_key_value_heads or slot.keys.shape[3] != module.head_dim:
         return None
     if mask is None:
         # without a mask a static cache's keys that were not written would be seen
         if target.buffer is None:
             return None
-        window = features.get("sliding_window")
-        if window is not None and slot.end - slot.first > window:
-            slot = slot._replace(first=slot.end - window)
-    elif not _fits_mask(mask, x, attention_.num_heads, slot.end - slot.first):
+        if half.window is not None and slot.end - slot.first > half.window:
+            slot = slot._replace(first=slot.end - half.window)
+    elif not _fits_mask(mask, x, module.num_heads, slot.end - slot.first):
         return None
-    if not _is_plain(sinks, x):
-        return None
-    # looked at one by one above: `contract.resolve` takes as long as a small product
-    call = AttentionCall(mask=mask, sinks=sinks, scale=scale, softcap=softcap)
-    return _attended(module, target, cpu.attention_step, x, weights, positions, slot, call)
+    return Attended(SlotOfLayer(slot, angles, mask), target)
 
 
-def _over_pages(
-    module: Any,
-    x: Tensor,
-    weights: AttentionWeights,
-    positions: Any,
-    page_slots: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-) -> Tensor | None:
-    """`attention_step` over a cache that has keys and values in pages; a row of the operator is a token."""
-    if kwargs.get("attention_mask") is not None or not _is(type(module), _OVER_PAGES) or module.layer_type == CHUNKED:
+def in_pages(
+    half: AttentionHalf, x: Tensor, positions: Any, page_slots: Callable[..., Any]
+) -> Attended[PagesOfLayer] | None:
+    """Where the tokens of x (B, T, D) go in pages, and what they see; None: by the modules."""
+    module = half.module
+    if not half.pages_taken:
         return None
-    batch, length, width = x.shape
-    rows = x.view(batch * length, 1, width)
-    if positions is not None:
-        positions = _of_rows(positions, batch, length)
-        if positions is None or not _fits_angles(positions, rows, module.head_dim):
+    batch, length, _ = x.shape
+    angles = positions if module.use_rope else None
+    if angles is not None:
+        angles = _of_rows(angles, batch, length)
+        if angles is None or not _fits_angles(angles, of_rows(x), module.head_dim):
             return None
-    features = module.features()
-    sinks, window = features.get("s_aux"), features.get("sliding_window")
-    if not _is_plain(sinks, x) or not (window is None or type(window) is int):
-        return None
-    sizes = module.num_key_value_heads, module.head_dim
-    pages = page_slots(module.layer_idx, batch, length, x.dtype, sizes)
+    pages = page_slots(module.layer_idx, batch, length, x.dtype, (module.num_key_value_heads, module.head_dim))
     if pages is None:
         return None
     # a token sees itself and what is before it
-    call = AttentionCall(
-        sinks=sinks, scale=module.scaling, left=None if window is None else window - 1, right=0,
-        softcap=features.get("softcap"),
-    )  # fmt: skip
-    return _attended(module, pages, cpu.attention_step_pages, rows, weights, positions, pages.slots, call).view(x.shape)
+    return Attended(PagesOfLayer(pages.slots, angles, None if half.window is None else half.window - 1), pages)
 
 
-def _attended(module: Any, memory: Any, step: Callable[..., Tensor], *given: Any) -> Tensor:
-    """`step`, reported as our attention of `module`, and to the cache whose `memory` it has `written`."""
-    attention.observed(module)
-    attended = step(*given)
-    memory.written()
-    return attended
+def written(half: AttentionHalf, attended: Attended[Any]) -> None:
+    """Reports a step as our attention of the module, and to the cache whose memory it has written."""
+    attention.observed(half.module)
+    attended.owner.written()
 
 
-def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:
-    """x + mlp(norm(x)) for x that `steps` takes, (B, T, D) -> (B, T, D); None where the modules are to run."""
+def of_rows(x: Tensor) -> Tensor:
+    """(B, T, D) -> (B * T, 1, D): a row of the operators is a token."""
+    return x if x.shape[1] == 1 else x.view(-1, 1, x.shape[2])
+
+
+def feed_forward_half(norm: nn.Module, module: nn.Module, x: Tensor) -> FeedForwardWeights | None:
+    """The half x + mlp(norm(x)) for x that `steps` takes; None where the modules are to run. It depends on the modules
+    and the dtype of x alone."""
     if not _is(type(module), _FEED_FORWARD) or watched(module):
         return None
     network: Any = module
@@ -168,9 +213,14 @@ def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor |
     if not (cpu.takes_product(x, gate, up) and cpu.takes_product(x, down)):
         return None
     eps: Any = norm.variance_epsilon
-    weights = FeedForwardWeights(scale, gate, up, down, eps, activation)
-    # a row of the operator is a token: those of a batch, of several requests, or of one sequence
-    return cpu.feed_forward_step(x.flatten(0, 1)[:, None], weights).view(x.shape)
+    return FeedForwardWeights(scale, gate, up, down, eps, activation)
+
+
+def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor | None:
+    """x + mlp(norm(x)) for x that `steps` takes, (B, T, D) -> (B, T, D); None where the modules are to run."""
+    weights = feed_forward_half(norm, module, x)
+    # rows are those of a batch, of several requests, or of one sequence
+    return None if weights is None else cpu.feed_forward_step(of_rows(x), weights).view(x.shape)
 
 
 def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:
@@ -180,7 +230,7 @@ def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:
     return True
 
 
-def _passes(kwargs: Mapping[str, Any]) -> bool:
+def passes(kwargs: Mapping[str, Any]) -> bool:
     """Whether the other keywords of the attention change nothing."""
     for name, value in kwargs.items():
         if value is None or name in _READ or name in attention.HARMLESS:

@@ -34,6 +34,10 @@ class AttentionCall {
     require(many || (!seed && dropout_prob == 0.0), "attention: this operator has no dropout");
   }
 
+  // Of a step with a mask and sinks alone, which outlive it; null or empty: none. softcap: 0 for none.
+  AttentionCall(const Tensor* mask, const Tensor& sinks, double scale, double softcap, int64_t left, int64_t right)
+      : mask(mask), sinks(&sinks), scale(scale), left(left), right(right), softcap(softcap), dropout_prob(0) {}
+
   // What becomes of the scores (B, H, T, S), to which mask and bias broadcast.
   ScoreRules rules(int64_t batch, int64_t heads, int64_t rows, int64_t keys) const {
     const int64_t shape[4] = {batch, heads, rows, keys};

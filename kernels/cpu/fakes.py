@@ -168,6 +168,16 @@ def feed_forward_step(x: Tensor, *given: Any) -> Tensor:
 
 
 @_fake
+def decoder_layers(x: Tensor, *given: Any) -> Tensor:
+    return _like(x)
+
+
+@_fake
+def decoder_layers_pages(x: Tensor, *given: Any) -> Tensor:
+    return _like(x)
+
+
+@_fake
 def experts_step(x: Tensor, *given: Any) -> Tensor:
     return _like(x)
 

@@ -8,12 +8,18 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 // Looked up when the library is loaded: torch has the first since 2.10; before, the OpenMP that it runs on is called.
 extern "C" __attribute__((weak)) AOTITorchError
 torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+// Lists of arguments too; before, torch refuses a call with one.
+struct StableListOpaque;
+extern "C" __attribute__((weak)) AOTITorchError torch_list_size(StableListOpaque* list, size_t* size);
+extern "C" __attribute__((weak)) AOTITorchError torch_list_get_item(StableListOpaque* list, size_t index, uint64_t* item);
+extern "C" __attribute__((weak)) AOTITorchError torch_delete_list(StableListOpaque* list);
 extern "C" __attribute__((weak)) void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 extern "C" __attribute__((weak)) int omp_get_thread_num();
 extern "C" __attribute__((weak)) int omp_get_num_threads();
@@ -117,15 +123,33 @@ inline std::optional<uint64_t> given(uint64_t value) {
 class OptionalTensor {
  public:
   explicit OptionalTensor(uint64_t value) {
-    if (const auto inner = given(value)) tensor_.emplace(*inner);
+    if (const auto inner = given(value)) tensor_ = &own_.emplace(*inner);
   }
-  explicit operator bool() const { return tensor_.has_value(); }
+  // Of a caller's tensor, which outlives it; null or empty: None.
+  explicit OptionalTensor(const Tensor* tensor) : tensor_(tensor == nullptr || tensor->numel() == 0 ? nullptr : tensor) {}
+  OptionalTensor() = default;
+  OptionalTensor(const OptionalTensor&) = delete;
+  explicit operator bool() const { return tensor_ != nullptr; }
   const Tensor& operator*() const { return *tensor_; }
-  const Tensor* operator->() const { return &*tensor_; }
+  const Tensor* operator->() const { return tensor_; }
 
  private:
-  std::optional<Tensor> tensor_;
+  std::optional<Tensor> own_;
+  const Tensor* tensor_ = nullptr;
 };
+
+// The elements of an argument that is a list, which is freed; tensors among them are the receiver's.
+inline std::vector<uint64_t> values_of(uint64_t value) {
+  require(torch_list_size != nullptr && torch_list_get_item != nullptr && torch_delete_list != nullptr,
+          "lists of arguments need torch 2.10");
+  StableListOpaque* const list = reinterpret_cast<StableListOpaque*>(value);
+  size_t size = 0;
+  check(torch_list_size(list, &size), "the size of a list");
+  std::vector<uint64_t> values(size);
+  for (size_t i = 0; i < size; ++i) check(torch_list_get_item(list, i, &values[i]), "an element of a list");
+  check(torch_delete_list(list), "a list");
+  return values;
+}
 
 // An argument of type float as it lies on the stack.
 inline double number_of(uint64_t value) {

@@ -1,11 +1,13 @@
-"""The halves of a decoder layer by the operators in C++ (cpu*.cpp here): two calls, each of one parallel region.
+"""The halves of a decoder layer by the operators in C++ (cpu*.cpp here), each of one parallel region; and many layers of
+both in one call.
 
 Operator by operator a layer of one token is about twenty calls, of which five wait for their threads. Inference only.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +20,13 @@ from easytorch.kernels.decoder_step.native import (
     AnyProjection,
     AttentionWeights,
     FeedForwardWeights,
+    LayerWeights,
     PageSlots,
+    PagesOfLayer,
     Projection,
     QuantizedProjection,
     Slot,
+    SlotOfLayer,
 )
 from easytorch.kernels.linear import preference
 from easytorch.kernels.quantized_matmul import cpu as quantized
@@ -35,6 +40,9 @@ _CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 # A projection is dense or has a quantized format, by its number.
 _DENSE = -1
 _NO_SCALE, _NO_ZERO = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)
+_NO_MASK = torch.empty(0, dtype=torch.bool)
+# torch hands lists of tensors to operators of its stable interface since 2.10.
+TAKES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
 def takes(x: Tensor) -> bool:
@@ -93,8 +101,6 @@ def attention_step(
         cache.keys,
         cache.values,
         *call,
-        weights.eps,
-        weights.head_eps,
         cache.first,
         cache.slot,
         cache.end,
@@ -117,8 +123,6 @@ def attention_step_pages(
         *_inputs(x, weights, angles),
         *pages,
         *call,
-        weights.eps,
-        weights.head_eps,
         torch.get_num_threads(),
         level,
     )
@@ -126,12 +130,12 @@ def attention_step_pages(
 
 def _inputs(x: Tensor, weights: AttentionWeights, angles: tuple[Tensor, Tensor] | None) -> list[Any]:
     """What both take at first."""
-    none = ABSENT[x.dtype]
     cos, sin = (_NO_ANGLES[x.dtype],) * 2 if angles is None else angles
+    none = ABSENT[x.dtype]
     query_norm = none if weights.query_norm is None else weights.query_norm
     key_norm = none if weights.key_norm is None else weights.key_norm
     projections = flat(none, weights.query, weights.key, weights.value, weights.output)
-    return [x, weights.norm, *projections, query_norm, key_norm, cos, sin]
+    return [x, weights.norm, *projections, query_norm, key_norm, weights.eps, weights.head_eps, cos, sin]
 
 
 def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = library.BEST) -> Tensor:
@@ -144,6 +148,66 @@ def feed_forward_step(x: Tensor, weights: FeedForwardWeights, *, level: int = li
         _CODES[weights.activation],
         torch.get_num_threads(),
         level,
+    )
+
+
+class PackedLayers(NamedTuple):
+    """`LayerWeights` as `decoder_layers` takes them, for hidden states of a dtype; made once for many calls."""
+
+    tensors: list[Tensor]
+    formats: list[int]
+    numbers: list[float]
+
+
+def pack_layers(layers: Iterable[LayerWeights], dtype: torch.dtype) -> PackedLayers:
+    """In the order in which the operators read: by layer, and of each layer by type."""
+    none = ABSENT[dtype]
+    packed = PackedLayers([], [], [])
+
+    def add(*values: Any) -> None:
+        for value in values:
+            kept: list[Any] = packed.tensors
+            if not isinstance(value, Tensor):
+                kept = packed.numbers if isinstance(value, float) else packed.formats
+            kept.append(value)
+
+    for attention, network, scale, softcap, sinks in layers:
+        norms = (none if one is None else one for one in (attention.query_norm, attention.key_norm))
+        projections = flat(none, attention.query, attention.key, attention.value, attention.output)
+        add(attention.norm, *projections, *norms, attention.eps, attention.head_eps)
+        add(none if sinks is None else sinks, scale, 0.0 if softcap is None else softcap)
+        add(network.norm, *flat(none, network.gate, network.up, network.down), network.eps, _CODES[network.activation])
+    return packed
+
+
+def decoder_layers(
+    x: Tensor, layers: PackedLayers, memory: Iterable[SlotOfLayer], *, level: int = library.BEST
+) -> Tensor:
+    """The definition's (native.py), of slots, for x, weights and caches of one dtype, contiguous."""
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    no_angles = (_NO_ANGLES[x.dtype],) * 2
+    for slot, angles, mask in memory:
+        keys, values, first, at, end = slot
+        tensors += no_angles if angles is None else angles
+        tensors += (keys, values, _NO_MASK if mask is None else mask)
+        places += (first, at, end)
+    return torch.ops.easytorch_cpu.decoder_layers.default(x, *layers, tensors, places, torch.get_num_threads(), level)
+
+
+def decoder_layers_pages(
+    x: Tensor, layers: PackedLayers, memory: Iterable[PagesOfLayer], *, level: int = library.BEST
+) -> Tensor:
+    """The definition's (native.py), of pages, for x, weights and pages of one dtype, contiguous."""
+    tensors: list[Tensor] = []
+    windows: list[int] = []
+    no_angles = (_NO_ANGLES[x.dtype],) * 2
+    for pages, angles, left in memory:
+        tensors += no_angles if angles is None else angles
+        tensors += pages
+        windows.append(-1 if left is None else left)
+    return torch.ops.easytorch_cpu.decoder_layers_pages.default(
+        x, *layers, tensors, windows, torch.get_num_threads(), level
     )
 
 

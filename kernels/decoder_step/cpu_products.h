@@ -21,11 +21,11 @@ struct Projection {
   static constexpr int64_t FIELDS = 7;
   static constexpr int64_t DENSE = -1;
 
-  explicit Projection(const uint64_t* stack) : weight(stack[0]), bias(stack[1]) {
-    const Tensor scale(stack[2]), zero(stack[3]);
-    const int64_t format = static_cast<int64_t>(stack[4]);
-    if (format == DENSE) return;
-    codes = std::make_unique<Codes>(weight, scale, zero, format, static_cast<int64_t>(stack[5]), static_cast<int64_t>(stack[6]));
+  template <class Reader>
+  explicit Projection(Reader& from) : weight(from.tensor()), bias(from.tensor()) {
+    const Tensor scale(from.tensor()), zero(from.tensor());
+    const int64_t format = from.integer(), columns = from.integer(), group = from.integer();
+    if (format != DENSE) codes = std::make_unique<Codes>(weight, scale, zero, format, columns, group);
   }
 
   Tensor weight, bias;

@@ -5,6 +5,7 @@ Legend: B rows, D hidden size, H query heads, K key/value heads, C keys the cach
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,16 @@ class FeedForwardWeights(NamedTuple):
     activation: str = "silu"
 
 
+class LayerWeights(NamedTuple):
+    """Both halves of a layer, and what its attention does with its scores. sinks (H,). softcap: as `AttentionCall`'s."""
+
+    attention: AttentionWeights
+    feed_forward: FeedForwardWeights
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 class Slot(NamedTuple):
     """keys and values (B, K, C, head_dim): the token's go to `slot`, and [first, end) are attended to."""
 
@@ -100,6 +111,38 @@ class PageSlots(NamedTuple):
     context_lens: Tensor
     block_tables: Tensor
     query_start_loc: Tensor
+
+
+class SlotOfLayer(NamedTuple):
+    """A layer's slot, angles and mask, as `attention_step` takes them."""
+
+    slot: Slot
+    angles: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+
+
+class PagesOfLayer(NamedTuple):
+    """A layer's pages and angles, as `attention_step_pages` takes them. left: tokens before a row's own that it sees."""
+
+    pages: PageSlots
+    angles: tuple[Tensor, Tensor] | None = None
+    left: int | None = None
+
+
+def decoder_layers(
+    x: Tensor, layers: Sequence[LayerWeights], memory: Sequence[SlotOfLayer] | Sequence[PagesOfLayer]
+) -> Tensor:
+    """Layer after layer, each of two halves: (B, 1, D) -> (B, 1, D). All layers have slots, or all have pages."""
+    own: SlotOfLayer | PagesOfLayer
+    for layer, own in zip(layers, memory, strict=True):
+        call = AttentionCall(sinks=layer.sinks, scale=layer.scale, softcap=layer.softcap)
+        if isinstance(own, SlotOfLayer):
+            x = attention_step(x, layer.attention, own.angles, own.slot, call._replace(mask=own.mask))
+        else:
+            banded = call._replace(left=own.left, right=0)
+            x = attention_step_pages(x, layer.attention, own.angles, own.pages, banded)
+        x = feed_forward_step(x, layer.feed_forward)
+    return x
 
 
 def attention_step(

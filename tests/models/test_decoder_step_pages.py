@@ -26,15 +26,20 @@ NEW = 12
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the hidden states of each attention over pages in C++."""
+    """The shapes of the hidden states of each attention over pages in C++, be it one of many layers of a call."""
     seen: list[tuple[int, ...]] = []
-    step = cpu.attention_step_pages
+    step, layers_step = cpu.attention_step_pages, cpu.decoder_layers_pages
+
+    def of_all(x: torch.Tensor, layers: Any, memory: Any) -> torch.Tensor:
+        seen.extend([tuple(x.shape)] * len(memory))
+        return layers_step(x, layers, memory)
 
     def counting(x: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
         seen.append(tuple(x.shape))
         return step(x, *given, **more)
 
     monkeypatch.setattr(cpu, "attention_step_pages", counting)
+    monkeypatch.setattr(cpu, "decoder_layers_pages", of_all)
     return seen
 
 

@@ -1,0 +1,144 @@
+"""One token through all layers of a decoder by one operator in C++, where each half of each layer is `decoder_step`'s.
+
+What the halves find in the modules is kept until a module, a weight, a hook, a number or a setting changes: looking at
+each layer of each token would take a tenth of the time of a small model's token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from easytorch.cache_names import CACHE
+from easytorch.kernels.decoder_step import cpu
+from easytorch.kernels.decoder_step.native import FeedForwardWeights, LayerWeights
+from easytorch.layers import decoder_step
+from easytorch.layers.decoder_step import AttentionHalf
+from easytorch.layers.linear import watched
+from easytorch.layers.masks import Masks
+from easytorch.layers.model_snapshot import ModelSnapshot
+
+_NAME = "_layers_step"
+# Of a module's class: what may be replaced there, and changes what its modules compute.
+_METHODS = ("__call__", "forward", "rotate", "project", "projections", "project_output", "features", "attend_to_cache",
+            "features_of_pages")  # fmt: skip
+
+
+def layers_step(
+    backbone: nn.Module,
+    layers: Sequence[Any],
+    layer_types: Sequence[str],
+    x: Tensor,
+    masks: Masks,
+    positions: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor | None:
+    """x (B, T, D), which `decoder_step.steps` takes, through `layers` of `backbone` -> (B, T, D); None where the layers
+    are to be called, and nothing was written.
+
+    layer_types: of `layers`. masks, positions: by layer type. kwargs: the other keywords of each layer.
+    """
+    past = kwargs.get(CACHE)
+    page_slots = getattr(past, "page_slots", None)
+    if past is None or (x.shape[1] != 1 and page_slots is None) or not decoder_step.passes(kwargs):
+        return None
+    kept = _kept(backbone, layers, x)
+    if kept is None:
+        return None
+    attended = []
+    for half, layer_type in zip(kept.halves, layer_types, strict=True):
+        mask, of_positions = masks[layer_type], positions.get(layer_type)
+        if page_slots is None:
+            one: Any = decoder_step.in_cache(half, x, of_positions, mask, past)
+        else:
+            one = None if mask is not None else decoder_step.in_pages(half, x, of_positions, page_slots)
+        if one is None:
+            return None
+        attended.append(one)
+    step: Callable[..., Tensor] = cpu.decoder_layers if page_slots is None else cpu.decoder_layers_pages
+    stepped = step(decoder_step.of_rows(x), kept.packed, [one.memory for one in attended]).view(x.shape)
+    for half, one in zip(kept.halves, attended, strict=True):
+        decoder_step.written(half, one)
+    return stepped
+
+
+def _kept(backbone: nn.Module, layers: Sequence[Any], x: Tensor) -> _Layers | None:
+    """The layers' weights, kept by the backbone; None where a half of a layer is to be computed by its modules."""
+    if not cpu.TAKES_LISTS:
+        return None
+    kept = vars(backbone).get(_NAME)
+    if isinstance(kept, _Layers) and kept.holds(layers, x):
+        return kept
+    refusing: int = kept if type(kept) is int and kept < len(layers) else 0  # a layer that is likely to refuse again
+    halves: dict[int, tuple[AttentionHalf, FeedForwardWeights]] = {}
+    for index in (refusing, *range(len(layers))):
+        found = _halves(layers[index], x)
+        if found is None:
+            vars(backbone)[_NAME] = index
+            return None
+        halves[index] = found
+    made = vars(backbone)[_NAME] = _Layers(layers, [halves[index] for index in range(len(layers))], x)
+    return made
+
+
+class _Layers:
+    """The halves of some layers, and their weights as the operators take them. Copies and pickles of it are None: they
+    would be of other modules."""
+
+    def __init__(
+        self, layers: Sequence[Any], halves: Sequence[tuple[AttentionHalf, FeedForwardWeights]], x: Tensor
+    ) -> None:
+        self.halves = [half for half, _ in halves]
+        weights = [LayerWeights(one.weights, network, one.scale, one.softcap, one.sinks) for one, network in halves]
+        self.packed = cpu.pack_layers(weights, x.dtype)
+        self._layers, self._dtype = list(layers), x.dtype
+        self._root = nn.ModuleList(layers)  # which a snapshot does not keep alive
+        self._snapshot = ModelSnapshot(self._root)
+        modules = list(itertools.chain.from_iterable(layer.modules() for layer in layers))
+        configs = {id(half.module.config): half.module.config for half in self.halves}
+        features = [half.module._features for half in self.halves]
+        self._variables = [*map(vars, (*modules, *configs.values())), *features]
+        self._values = list(map(dict, self._variables))
+        self._weights = list({id(one): one for one in self.packed.tensors}.values())
+        self._methods = {kind: _methods(kind) for kind in set(map(type, modules))}
+
+    def holds(self, layers: Sequence[Any], x: Tensor) -> bool:
+        """Whether these are its layers still, and nothing was changed that the halves depend on."""
+        return (
+            x.dtype is self._dtype
+            and layers == self._layers
+            and self._same_values()
+            and self._snapshot.holds()
+            and all(_methods(kind) == methods for kind, methods in self._methods.items())
+            and all(map(Tensor.is_contiguous, self._weights))
+        )
+
+    def _same_values(self) -> bool:
+        try:
+            # C alone compares: what stayed is the same object, and tensors are not looked into
+            return self._variables == self._values
+        except (RuntimeError, ValueError):  # of another tensor or array than before
+            return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _halves(layer: Any, x: Tensor) -> tuple[AttentionHalf, FeedForwardWeights] | None:
+    forward = type(layer).stepped_forward
+    if forward is None or type(layer).forward is not forward or watched(layer):
+        return None
+    modules = layer._modules
+    # the network first: that of experts is told from the class alone
+    network = decoder_step.feed_forward_half(modules.get(layer.norms[1]), modules.get(layer.mlp_name), x)
+    if network is None:
+        return None
+    half = decoder_step.attention_half(modules.get(layer.norms[0]), modules.get("self_attn"), x)
+    return None if half is None else (half, network)
+
+
+def _methods(kind: type) -> list[Any]:
+    return [getattr(kind, name, None) for name in _METHODS]

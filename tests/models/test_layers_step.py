@@ -1,0 +1,256 @@
+"""All layers of a token by one call: what was found in the modules is kept, and noticed when it changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from easytorch.kernels.cpu import library
+from easytorch.kernels.decoder_step import cpu
+from easytorch.layers import layers_step
+from easytorch.layers.mlp import GatedMLP
+from easytorch.layers.norm import RMSNorm
+from tests.models.test_decoder_step import IDS, LAYERS, MASK, by_modules, counted, generated, model, of_any_size
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=f"no C++ kernels: {library.missing()}"),
+    pytest.mark.skipif(not cpu.TAKES_LISTS, reason="torch hands no lists to operators of its stable interface"),
+]
+assert of_any_size  # a fixture that this file takes too
+NEW = 6
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of layers of each call of the operator."""
+    calls: list[int] = []
+    step = cpu.decoder_layers
+
+    def counting(x: torch.Tensor, layers: Any, memory: Any) -> torch.Tensor:
+        calls.append(len(memory))
+        return step(x, layers, memory)
+
+    monkeypatch.setattr(cpu, "decoder_layers", counting)
+    yield calls
+
+
+def made_lists(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    made: list[int] = []
+    init = layers_step._Layers.__init__
+
+    def counting(self: Any, *given: Any) -> None:
+        made.append(1)
+        init(self, *given)
+
+    monkeypatch.setattr(layers_step._Layers, "__init__", counting)
+    return made
+
+
+def test_a_token_is_one_call_and_the_modules_are_looked_at_once(
+    whole: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = made_lists(monkeypatch)
+    one = model()
+    for rows, settings in ((3, {}), (1, {"do_sample": True}), (3, {"cache_implementation": "static"})):
+        generated(one, IDS[:rows], MASK[:rows], NEW, **settings)
+    assert whole == [LAYERS] * 3 * (NEW - 1)
+    assert len(made) == 1
+    one(IDS), one.train(), one.eval()  # with gradients, by its modules
+    generated(one, IDS, MASK, NEW)
+    assert len(made) == 1
+
+
+def layer_of(one: Any, index: int = 1) -> Any:
+    return one.model.layers[index]
+
+
+class Halved(nn.Module):
+    """A norm that is not ours."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states / 2
+
+
+def other_weight(one: Any) -> None:
+    layer_of(one).mlp.up_proj.weight = nn.Parameter(torch.randn(256, 128), requires_grad=False)
+
+
+def other_data(one: Any) -> None:
+    layer_of(one).mlp.down_proj.weight.data = torch.randn(128, 256)
+
+
+def transposed(one: Any) -> None:
+    weight = layer_of(one).self_attn.o_proj.weight
+    weight.data = weight.data.t()
+
+
+def in_place(one: Any) -> None:
+    with torch.no_grad():
+        layer_of(one).self_attn.k_proj.weight.mul_(-1)
+
+
+def no_bias(one: Any) -> None:
+    layer_of(one).self_attn.q_proj.bias = None
+
+
+def hook(one: Any) -> None:
+    layer_of(one).register_forward_hook(lambda module, given, output: output * 1.5)
+
+
+def hook_of_all(one: Any) -> None:
+    one.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, given, output: output + 1)
+
+
+def patched_instance(one: Any) -> None:
+    layer = layer_of(one)
+    layer.forward = types.MethodType(lambda self, hidden_states, **kwargs: hidden_states, layer)
+
+
+def fewer_layers(one: Any) -> None:
+    one.config.num_hidden_layers = 1
+
+
+def swapped_layers(one: Any) -> None:
+    layers = one.model.layers
+    first, second = layers[0], layers[1]
+    layers[0].mlp, layers[1].mlp = second.mlp, first.mlp
+
+
+def to_double(one: Any) -> None:
+    one.to(torch.float64)
+
+
+def to_bfloat16_by_data(one: Any) -> None:
+    for parameter in one.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for buffer in one.buffers():
+        buffer.data = buffer.data.to(torch.bfloat16)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another weight": other_weight,
+    "other data": other_data,
+    "a transposed weight": transposed,
+    "a weight in place": in_place,
+    "no bias": no_bias,
+    "a hook of a layer": hook,
+    "a hook of an activation": hook_of_all,
+    "a forward of its own": patched_instance,
+    "fewer layers": fewer_layers,
+    "networks swapped": swapped_layers,
+    "float64": to_double,
+    "bfloat16": to_bfloat16_by_data,
+    "eps of a norm": lambda one: setattr(layer_of(one).input_layernorm, "variance_epsilon", 0.5),
+    "another norm": lambda one: setattr(layer_of(one), "input_layernorm", Halved(layer_of(one).input_layernorm)),
+    "the scale": lambda one: setattr(layer_of(one).self_attn, "scaling", 0.9),
+    "the activation": lambda one: setattr(layer_of(one).mlp, "act_fn", nn.SiLU()),
+    "an activation unknown": lambda one: setattr(layer_of(one).mlp, "act_fn", nn.ReLU()),
+    "no positions": lambda one: setattr(layer_of(one).self_attn, "use_rope", False),
+    "a softcap": lambda one: layer_of(one).self_attn._features.update(softcap=0.5),
+    "the place in the cache": lambda one: [
+        setattr(layer_of(one, at).self_attn, "layer_idx", 1 - at) for at in range(LAYERS)
+    ],
+    "another attention": lambda one: one.set_attn_implementation("sdpa"),
+    "a copied layer": lambda one: one.model.layers.__setitem__(0, copy.deepcopy(one.model.layers[0])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_noticed(change: str) -> None:
+    """Between two calls, and between two tokens of one."""
+    one, untouched = model(), model()
+    tokens = generated(one, IDS, MASK, NEW)
+    ids, mask = tokens, (tokens != 0).long().index_fill(1, torch.arange(9, 9 + NEW), 1)
+    cache = DynamicCache(config=one.config)
+    with torch.no_grad():
+        one(ids[:, :-2], attention_mask=mask[:, :-2], past_key_values=cache)
+        one(ids[:, -2:-1], attention_mask=mask[:, :-1], past_key_values=cache)
+    CHANGES[change](one)
+    CHANGES[change](untouched)
+    untouched.load_state_dict(one.state_dict())  # weights that were drawn differ
+    if change not in ("float64", "bfloat16", "fewer layers"):
+        kept = copy.deepcopy(cache)
+        with torch.no_grad():
+            got = one(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
+            with by_modules():
+                expected = untouched(ids[:, -1:], attention_mask=mask, past_key_values=kept).logits
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with by_modules():
+        wanted = generated(untouched, IDS, MASK, NEW)
+    found = generated(one, IDS, MASK, NEW)
+    if change != "bfloat16":  # whose roundings differ
+        assert torch.equal(found, wanted)
+
+
+def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    for kind, name, other in (
+        (type(one.model.layers[0]), "forward", lambda self, hidden_states, **kwargs: hidden_states),
+        (type(one.model.layers[0].self_attn), "rotate", lambda self, query, key, *rest: (query, key)),
+        (GatedMLP, "forward", lambda self, hidden_states: -hidden_states),
+        (RMSNorm, "forward", lambda self, hidden_states: hidden_states),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, other)
+            with by_modules():
+                expected = generated(one, IDS, MASK, NEW)
+            assert torch.equal(generated(one, IDS, MASK, NEW), expected)
+    with counted() as calls:
+        generated(one, IDS, MASK, NEW)
+    assert calls["attention_step"] == LAYERS * (NEW - 1)
+
+
+def test_copies_and_pickles_are_of_the_model_alone() -> None:
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    size = len(pickle.dumps(model()))
+    assert len(pickle.dumps(one)) <= size + 1000
+    for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        with torch.no_grad():
+            for weight in other.model.parameters():
+                weight.mul_(-1.5)
+        with by_modules():
+            expected = generated(other, IDS, MASK, NEW)
+        assert torch.equal(generated(other, IDS, MASK, NEW), expected)
+    assert not torch.equal(generated(one, IDS, MASK, NEW), expected)
+    assert list(one.state_dict()) == list(model().state_dict())
+
+
+def test_a_model_is_freed_with_its_last_name() -> None:
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    weight = weakref.ref(one.model.layers[0].mlp.up_proj.weight)
+    del one
+    gc.collect()
+    assert weight() is None
+
+
+def test_layers_that_are_not_all_in_cpp_are_called(whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hook among them: the others' halves are in C++ one by one, and the layer that refused is asked first."""
+    one = model()
+    looked: list[Any] = []
+    halves = layers_step._halves
+    monkeypatch.setattr(layers_step, "_halves", lambda layer, x: looked.append(layer) or halves(layer, x))
+    handle = layer_of(one).mlp.register_forward_hook(lambda *given: None)
+    with counted() as calls:
+        generated(one, IDS, MASK, NEW)
+    assert calls == {"attention_step": LAYERS * (NEW - 1), "feed_forward_step": (LAYERS - 1) * (NEW - 1)}
+    assert not whole and len(looked) == LAYERS + 1 + NEW - 2
+    handle.remove()
+    generated(one, IDS, MASK, NEW)
+    assert len(whole) == NEW - 1
