@@ -1,5 +1,5 @@
-"""The halves of a decoder layer by the operators in C++ (cpu*.cpp here), each of one parallel region; and many layers of
-both in one call.
+"""The halves of a decoder layer by the operators in C++ (cpu*.cpp here), each of one parallel region; and many layers
+of both in one call.
 
 Operator by operator a layer of one token is about twenty calls, of which five wait for their threads. Inference only.
 """
@@ -171,12 +171,22 @@ def pack_layers(layers: Iterable[LayerWeights], dtype: torch.dtype) -> PackedLay
                 kept = packed.numbers if isinstance(value, float) else packed.formats
             kept.append(value)
 
+    def project(*projections: AnyProjection) -> None:
+        for one in projections:
+            weight, bias, scale, zero, format, *sizes = flat(none, one)
+            add(weight, bias, format)
+            if format != _DENSE:
+                add(scale, zero, *sizes)
+
     for attention, network, scale, softcap, sinks in layers:
-        norms = (none if one is None else one for one in (attention.query_norm, attention.key_norm))
-        projections = flat(none, attention.query, attention.key, attention.value, attention.output)
-        add(attention.norm, *projections, *norms, attention.eps, attention.head_eps)
+        add(attention.norm)
+        project(attention.query, attention.key, attention.value, attention.output)
+        add(*(none if one is None else one for one in (attention.query_norm, attention.key_norm)))
+        add(attention.eps, attention.head_eps)
         add(none if sinks is None else sinks, scale, 0.0 if softcap is None else softcap)
-        add(network.norm, *flat(none, network.gate, network.up, network.down), network.eps, _CODES[network.activation])
+        add(network.norm)
+        project(network.gate, network.up, network.down)
+        add(network.eps, _CODES[network.activation])
     return packed
 
 

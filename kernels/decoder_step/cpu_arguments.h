@@ -10,6 +10,7 @@ namespace easytorch {
 // Of a stack. Tensors are references that their receiver owns.
 class StackReader {
  public:
+  static constexpr bool ALL_FIELDS = true;  // also those of codes where a weight is dense
   explicit StackReader(const uint64_t* stack) : at_(stack) {}
   uint64_t tensor() { return *at_++; }
   int64_t integer() { return static_cast<int64_t>(*at_++); }
@@ -64,6 +65,7 @@ class TensorList {
 // Of lists, each in the order of its type.
 class ListReader {
  public:
+  static constexpr bool ALL_FIELDS = false;
   ListReader(uint64_t tensors, uint64_t integers) : tensors_(tensors), integers_(integers) {}
   ListReader(uint64_t tensors, uint64_t integers, uint64_t numbers)
       : tensors_(tensors), integers_(integers), numbers_(numbers) {}

@@ -23,9 +23,14 @@ struct Projection {
 
   template <class Reader>
   explicit Projection(Reader& from) : weight(from.tensor()), bias(from.tensor()) {
-    const Tensor scale(from.tensor()), zero(from.tensor());
-    const int64_t format = from.integer(), columns = from.integer(), group = from.integer();
-    if (format != DENSE) codes = std::make_unique<Codes>(weight, scale, zero, format, columns, group);
+    if constexpr (Reader::ALL_FIELDS) {
+      const Tensor scale(from.tensor()), zero(from.tensor());
+      const int64_t format = from.integer();
+      decode(scale, zero, format, from);
+    } else if (const int64_t format = from.integer(); format != DENSE) {
+      const Tensor scale(from.tensor()), zero(from.tensor());
+      decode(scale, zero, format, from);
+    }
   }
 
   Tensor weight, bias;
@@ -43,6 +48,13 @@ struct Projection {
     return weight.dim == 2 && bias.dim == 1 && rows() == n && columns() == k && k > 0 &&
            (codes || (weight.strides[1] == 1 && weight.dtype == dtype)) && bias.dtype == dtype &&
            (bias.sizes[0] == 0 || (bias.sizes[0] == n && bias.contiguous()));
+  }
+
+ private:
+  template <class Reader>
+  void decode(const Tensor& scale, const Tensor& zero, int64_t format, Reader& from) {
+    const int64_t columns = from.integer(), group = from.integer();
+    if (format != DENSE) codes = std::make_unique<Codes>(weight, scale, zero, format, columns, group);
   }
 };
 #define PROJECTION(name)                                                                                             \

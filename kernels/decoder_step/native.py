@@ -79,7 +79,7 @@ class FeedForwardWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Both halves of a layer, and what its attention does with its scores. sinks (H,). softcap: as `AttentionCall`'s."""
+    """Both halves of a layer, and what its attention does with its scores. softcap, sinks: as `AttentionCall`'s."""
 
     attention: AttentionWeights
     feed_forward: FeedForwardWeights
@@ -122,7 +122,7 @@ class SlotOfLayer(NamedTuple):
 
 
 class PagesOfLayer(NamedTuple):
-    """A layer's pages and angles, as `attention_step_pages` takes them. left: tokens before a row's own that it sees."""
+    """A layer's pages and angles, as `attention_step_pages` takes them. left: tokens that a row sees before its own."""
 
     pages: PageSlots
     angles: tuple[Tensor, Tensor] | None = None
@@ -133,8 +133,8 @@ def decoder_layers(
     x: Tensor, layers: Sequence[LayerWeights], memory: Sequence[SlotOfLayer] | Sequence[PagesOfLayer]
 ) -> Tensor:
     """Layer after layer, each of two halves: (B, 1, D) -> (B, 1, D). All layers have slots, or all have pages."""
-    own: SlotOfLayer | PagesOfLayer
-    for layer, own in zip(layers, memory, strict=True):
+    for layer, index in zip(layers, range(len(memory)), strict=True):
+        own = memory[index]
         call = AttentionCall(sinks=layer.sinks, scale=layer.scale, softcap=layer.softcap)
         if isinstance(own, SlotOfLayer):
             x = attention_step(x, layer.attention, own.angles, own.slot, call._replace(mask=own.mask))

@@ -29,7 +29,7 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
     half = ones(2, 5, 6, dtype=torch.bfloat16)
     step, weight, no_angles = ones(2, 1, 6), ones(6, 6), (ones(1, 1, 0), ones(1, 1, 0))
     dense = (weight, NONE, NONE.int(), NONE.byte(), -1, 0, 0)
-    attention, network = (ones(6), *dense[:4] * 4, NONE, NONE), (ones(6), *dense[:4] * 3)
+    attention, network = (ones(6), *dense[:2] * 4, NONE, NONE), (ones(6), *dense[:2] * 3)
     gates, codes = ones(2, 5, 4), ones(3, 32, dtype=torch.int8)
     cache = ones(2, 2, 4, 3)
     return [
@@ -79,11 +79,11 @@ def calls() -> list[tuple[str, tuple[Any, ...]]]:
             torch.tensor([3, 4]), *tables[:2], torch.tensor([0, 2]), *plain, 1, TOP,
         )),
         ("decoder_layers", (
-            step, [*attention, NONE, *network], [-1, 0, 0] * 7 + [0], [1e-5, 1e-5, 1.0, 0.0, 1e-5],
+            step, [*attention, NONE, *network], [-1] * 7 + [0], [1e-5, 1e-5, 1.0, 0.0, 1e-5],
             [*no_angles, cache, cache.clone(), NONE.bool()], [0, 1, 2], 1, TOP,
         )),
         ("decoder_layers_pages", (
-            step, [*attention, NONE, *network], [-1, 0, 0] * 7 + [0], [1e-5, 1e-5, 1.0, 0.0, 1e-5],
+            step, [*attention, NONE, *network], [-1] * 7 + [0], [1e-5, 1e-5, 1.0, 0.0, 1e-5],
             [*no_angles, ones(2, 4, 2, 3), ones(2, 4, 2, 3), torch.tensor([3, 4]), *tables[:2], torch.tensor([0, 2])],
             [-1], 1, TOP,
         )),
