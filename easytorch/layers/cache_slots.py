@@ -57,8 +57,9 @@ class Target(NamedTuple):
             layer.cumulative_length += 1
             buffer.begin = max(buffer.begin, buffer.end - layer.sliding_window + 1)
         keys, values = buffer.memory
-        buffer.keys = layer.keys = keys[:, :, buffer.begin : buffer.end]
-        buffer.values = layer.values = values[:, :, buffer.begin : buffer.end]
+        seen = buffer.begin, buffer.end - buffer.begin
+        buffer.keys = layer.keys = keys.narrow(2, *seen)
+        buffer.values = layer.values = values.narrow(2, *seen)
 
 
 def slot_of(cache: Any, layer_idx: int, rows: int, dtype: torch.dtype) -> Target | None:
@@ -77,15 +78,19 @@ def slot_of(cache: Any, layer_idx: int, rows: int, dtype: torch.dtype) -> Target
         if has_room is None or not has_room(layer_idx, rows, 1):
             return None
     keys, values = layer.keys, layer.values
-    if not (_plain(keys, rows, dtype) and _plain(values, rows, dtype) and keys.shape[:3] == values.shape[:3]):
+    buffer: KVBuffer | None = layer.__dict__.get("_buffer")
+    if buffer is not None and not buffer.is_of(layer):
+        buffer = None
+    # those of a buffer are views of memory that was made for plain ones
+    plain = keys.dtype is dtype and keys.shape[0] == rows if buffer is not None else _plain(keys, values, rows, dtype)
+    if not plain:
         return None
     if kind is StaticLayer:
         at = int(layer.cumulative_length)
         return Target(Slot(keys, values, 0, at, keys.shape[2]), layer, None) if at < keys.shape[2] else None
     if kind is DynamicSlidingWindowLayer and (layer.record_past or layer.sliding_window < 2):
         return None
-    buffer: KVBuffer | None = layer.__dict__.get("_buffer")
-    if buffer is None or not buffer.is_of(layer):
+    if buffer is None:
         buffer = layer._buffer = KVBuffer(keys, values)
     return Target(Slot(*buffer.memory, first=buffer.begin, slot=buffer.end, end=buffer.end + 1), layer, buffer)
 
@@ -97,13 +102,11 @@ def _extended(tensor: Tensor, size: int) -> Tensor:
     return memory
 
 
-def _plain(tensor: Any, rows: int, dtype: torch.dtype) -> bool:
-    return bool(
-        type(tensor) is Tensor
-        and tensor.dtype is dtype
-        and tensor.is_cpu
-        and tensor.dim() == 4
-        and tensor.shape[0] == rows
-        and not tensor.requires_grad
-        and tensor.stride(3) == 1
-    )
+def _plain(keys: Any, values: Any, rows: int, dtype: torch.dtype) -> bool:
+    """Whether they are keys and values of so many rows as the operator reads them."""
+    for tensor in (keys, values):
+        if type(tensor) is not Tensor or tensor.dtype is not dtype or not tensor.is_cpu or tensor.dim() != 4:
+            return False
+        if tensor.shape[0] != rows or tensor.requires_grad or tensor.stride(3) != 1:
+            return False
+    return bool(keys.shape[:3] == values.shape[:3])

@@ -7,10 +7,14 @@ each layer of each token would take a tenth of the time of a small model's token
 from __future__ import annotations
 
 import itertools
+import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
 
 from easytorch.cache_names import CACHE
 from easytorch.kernels.decoder_step import cpu
@@ -19,9 +23,15 @@ from easytorch.layers import decoder_step
 from easytorch.layers.decoder_step import AttentionHalf
 from easytorch.layers.linear import watched
 from easytorch.layers.masks import Masks
-from easytorch.layers.model_snapshot import ModelSnapshot
+from easytorch.layers.model_snapshot import HOOKS, MEMBERS
 
 _NAME = "_layers_step"
+_GLOBAL_HOOKS = (
+    global_hooks._global_forward_hooks,
+    global_hooks._global_forward_pre_hooks,
+    global_hooks._global_backward_hooks,
+    global_hooks._global_backward_pre_hooks,
+)
 # Of a module's class: what may be replaced there, and changes what its modules compute.
 _METHODS = ("__call__", "forward", "rotate", "project", "projections", "project_output", "features", "attend_to_cache",
             "features_of_pages")  # fmt: skip
@@ -45,7 +55,7 @@ def layers_step(
     page_slots = getattr(past, "page_slots", None)
     if past is None or (x.shape[1] != 1 and page_slots is None) or not decoder_step.passes(kwargs):
         return None
-    kept = _kept(backbone, layers, x)
+    kept = _kept(backbone, layers, x, past)
     if kept is None:
         return None
     attended = []
@@ -59,18 +69,22 @@ def layers_step(
             return None
         attended.append(one)
     step: Callable[..., Tensor] = cpu.decoder_layers if page_slots is None else cpu.decoder_layers_pages
-    stepped = step(decoder_step.of_rows(x), kept.packed, [one.memory for one in attended]).view(x.shape)
+    try:
+        stepped = step(decoder_step.of_rows(x), kept.packed, [one.memory for one in attended]).view(x.shape)
+    except RuntimeError:  # a tensor has other numbers than it had; the modules compute with it or say what is wrong
+        del vars(backbone)[_NAME]
+        return None
     for half, one in zip(kept.halves, attended, strict=True):
         decoder_step.written(half, one)
     return stepped
 
 
-def _kept(backbone: nn.Module, layers: Sequence[Any], x: Tensor) -> _Layers | None:
+def _kept(backbone: nn.Module, layers: Sequence[Any], x: Tensor, past: Any) -> _Layers | None:
     """The layers' weights, kept by the backbone; None where a half of a layer is to be computed by its modules."""
     if not cpu.TAKES_LISTS:
         return None
     kept = vars(backbone).get(_NAME)
-    if isinstance(kept, _Layers) and kept.holds(layers, x):
+    if isinstance(kept, _Layers) and kept.holds(layers, x, past):
         return kept
     refusing: int = kept if type(kept) is int and kept < len(layers) else 0  # a layer that is likely to refuse again
     halves: dict[int, tuple[AttentionHalf, FeedForwardWeights]] = {}
@@ -95,26 +109,47 @@ class _Layers:
         weights = [LayerWeights(one.weights, network, one.scale, one.softcap, one.sinks) for one, network in halves]
         self.packed = cpu.pack_layers(weights, x.dtype)
         self._layers, self._dtype = list(layers), x.dtype
-        self._root = nn.ModuleList(layers)  # which a snapshot does not keep alive
-        self._snapshot = ModelSnapshot(self._root)
         modules = list(itertools.chain.from_iterable(layer.modules() for layer in layers))
-        configs = {id(half.module.config): half.module.config for half in self.halves}
-        features = [half.module._features for half in self.halves]
-        self._variables = [*map(vars, (*modules, *configs.values())), *features]
+        self._modules, self._kinds = modules, list(map(type, modules))
+        self._methods = [(kind, name, getattr(kind, name)) for kind in set(self._kinds) for name in _METHODS
+                         if hasattr(kind, name)]  # fmt: skip
+        # of an `nn.Linear` the weights alone are used: another attribute of it, as a forward of its own, is one more
+        linear = [vars(one) for one in modules if type(one) is nn.Linear]
+        self._linear, self._sizes = linear, list(map(len, linear))
+        configs = {id(half.module.config): half.module.config for half in self.halves}.values()
+        others = [vars(one) for one in (*modules, *configs) if type(one) is not nn.Linear]
+        self._variables = [*others, *(half.module._features for half in self.halves)]
         self._values = list(map(dict, self._variables))
-        self._weights = list({id(one): one for one in self.packed.tensors}.values())
-        self._methods = {kind: _methods(kind) for kind in set(map(type, modules))}
+        self._dicts = [found for one in map(vars, modules) for name in MEMBERS if (found := one[name])]
+        self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
+        self._hooks = [vars(one)[name] for one in modules for name in HOOKS]
+        self._next_hook = -1
+        self._past: Any = lambda: None
 
-    def holds(self, layers: Sequence[Any], x: Tensor) -> bool:
-        """Whether these are its layers still, and nothing was changed that the halves depend on."""
+    def holds(self, layers: Sequence[Any], x: Tensor, past: Any) -> bool:
+        """Whether these are its layers still, and nothing was changed that the halves depend on. Numbers of tensors are
+        read at each step, and the operator refuses those whose shapes, dtypes or strides do not fit any more."""
         return (
             x.dtype is self._dtype
             and layers == self._layers
             and self._same_values()
-            and self._snapshot.holds()
-            and all(_methods(kind) == methods for kind, methods in self._methods.items())
-            and all(map(Tensor.is_contiguous, self._weights))
+            and list(map(len, self._linear)) == self._sizes
+            and sum(map(len, self._dicts)) == len(self._members)
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._members))
+            and list(map(type, self._modules)) == self._kinds
+            and not any(_GLOBAL_HOOKS)
+            and self._unhooked(past)
+            and all(getattr(kind, name) is method for kind, name, method in self._methods)
         )
+
+    def _unhooked(self, past: Any) -> bool:
+        """The hooks themselves are looked at for another cache, or when torch has made a handle of a hook anywhere."""
+        made = RemovableHandle.next_id
+        if made != self._next_hook or self._past() is not past:
+            if any(self._hooks):
+                return False
+            self._next_hook, self._past = made, weakref.ref(past)
+        return True
 
     def _same_values(self) -> bool:
         try:
@@ -138,7 +173,3 @@ def _halves(layer: Any, x: Tensor) -> tuple[AttentionHalf, FeedForwardWeights] |
         return None
     half = decoder_step.attention_half(modules.get(layer.norms[0]), modules.get("self_attn"), x)
     return None if half is None else (half, network)
-
-
-def _methods(kind: type) -> list[Any]:
-    return [getattr(kind, name, None) for name in _METHODS]

@@ -18,8 +18,8 @@ from easytorch.layers.linear import watched
 from easytorch.layers.masks import masks_refusal
 from easytorch.operations.dispatch import environment
 
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MEMBERS = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _dtype = operator.attrgetter("dtype")
 _VARIABLES = ("EASYTORCH_OPS", "EASYTORCH_CHECK")
 
@@ -38,13 +38,13 @@ class ModelSnapshot:
         self._model, self._parts = weakref.ref(model), modules[1:]
         variables = list(map(vars, modules))
         self._variables = variables[1:]
-        self._dicts = [one[name] for one in variables for name in _MEMBERS]
+        self._dicts = [one[name] for one in variables for name in MEMBERS]
         self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
         self._tensors = [one for one in self._members if isinstance(one, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._dtypes = list(map(_dtype, self._tensors))  # other numbers may lie where the old ones did
         self._kind, self._kinds = type(model), list(map(type, self._parts))
-        self._hooks = [one[name] for one in variables for name in _HOOKS]
+        self._hooks = [one[name] for one in variables for name in HOOKS]
         self._watched = self._count_hooks(variables[0])
         configs: list[Any] = [getattr(module, "config", None) for module in modules]
         self._configs = list({id(one): one for one in configs if hasattr(one, "_attn_implementation")}.values())

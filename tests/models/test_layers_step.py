@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from easytorch.kernels.cpu import library
@@ -28,6 +30,14 @@ pytestmark = [
 ]
 assert of_any_size  # a fixture that this file takes too
 NEW = 6
+HANDLES: list[RemovableHandle] = []
+
+
+@pytest.fixture(autouse=True)
+def no_global_hooks() -> Iterator[None]:
+    yield
+    while HANDLES:
+        HANDLES.pop().remove()
 
 
 @pytest.fixture
@@ -120,6 +130,21 @@ def patched_instance(one: Any) -> None:
     layer.forward = types.MethodType(lambda self, hidden_states, **kwargs: hidden_states, layer)
 
 
+def patched_projection(one: Any) -> None:
+    layer = layer_of(one).self_attn.v_proj
+    layer.forward = types.MethodType(lambda self, given: -nn.Linear.forward(self, given), layer)
+
+
+def hook_by_hand(one: Any) -> None:
+    layer_of(one).mlp.down_proj._forward_hooks[0] = lambda module, given, output: -output
+
+
+def global_hook(one: Any) -> None:
+    norm = layer_of(one).input_layernorm
+    handle = register_module_forward_hook(lambda module, given, output: -output if module is norm else None)
+    HANDLES.append(handle)
+
+
 def fewer_layers(one: Any) -> None:
     one.config.num_hidden_layers = 1
 
@@ -150,6 +175,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook of a layer": hook,
     "a hook of an activation": hook_of_all,
     "a forward of its own": patched_instance,
+    "a projection's own forward": patched_projection,
+    "a hook put there by hand": hook_by_hand,
+    "a hook of all modules": global_hook,
     "fewer layers": fewer_layers,
     "networks swapped": swapped_layers,
     "float64": to_double,
@@ -182,7 +210,8 @@ def test_what_changes_is_noticed(change: str) -> None:
     CHANGES[change](one)
     CHANGES[change](untouched)
     untouched.load_state_dict(one.state_dict())  # weights that were drawn differ
-    if change not in ("float64", "bfloat16", "fewer layers"):
+    # what is put there by hand is seen by the next generation
+    if change not in ("float64", "bfloat16", "fewer layers", "a hook put there by hand"):
         kept = copy.deepcopy(cache)
         with torch.no_grad():
             got = one(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits
