@@ -20,5 +20,6 @@ export EASYTORCH_CPU_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=a
 export LD_PRELOAD="$($CXX -print-file-name=libasan.so) $($CXX -print-file-name=libubsan.so) $($CXX -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 exec "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/kernels/*/test_cpu*.py tests/kernels/*/test_codes.py \
+  tests/kernels/decoder_step/test_layers.py tests/kernels/decoder_step/test_pages.py \
   tests/kernels/quantized_matmul/test_gguf_blocks.py tests/kernels/cpu/test_fakes.py tests/models/test_decoder_step.py \
   "$@"
