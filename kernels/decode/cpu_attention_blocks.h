@@ -151,13 +151,14 @@ template <class Kind, int MR, class Rows, class Next>
 inline void score(const typename Kind::Input* queries, int64_t group, Rows keys, int count, int64_t dim,
                   Ahead<Next>* ahead, float* scores) {
   constexpr int NR = columns_of(MR);
+  constexpr int64_t not_here[NR] = {};
   for (int j = 0; j < count; j += NR) {
     const int some = count - j < NR ? count - j : NR;
     const typename Kind::Weight* rows[NR];
     for (int i = 0; i < NR; ++i) rows[i] = keys[j + (i < some ? i : some - 1)];
     if (ahead != nullptr) ahead->fetch(BLOCK / NR);
     float sums[MR * 4];
-    tile<Kind, MR, NR>(queries, group * Kind::STEP, rows, dim, 0, sums);
+    tile<Kind, MR, NR>(queries, group * Kind::STEP, rows, dim, not_here, sums);
     for (int i = 0; i < MR; ++i)
       for (int n = 0; n < some; ++n) scores[i * BLOCK + j + n] = sums[4 * i + n];
   }
