@@ -50,9 +50,9 @@ void pack_as(const FlashCall& c, int64_t b, int64_t kv, char* scratch) {
   pack_panels_of_numbers<Units>(value, 0, l.padded_keys, values, l.value_panel_bytes());
 }
 
-// Weights are exp(score - reference), or 2**(score - reference) where the scores are in that unit. A row's reference follows its
-// largest score so far where that is more than LEAD above it: sums of weights that large are far from overflow, and a reference
-// that stays spares multiplying what has been summed.
+// Weights are exp(score - reference), or 2**(score - reference) where the scores are in that unit. A row's reference
+// follows its largest score so far where that is more than LEAD above it: sums of weights that large are far from overflow,
+// and a reference that stays spares multiplying what has been summed.
 constexpr float LEAD = 5.0f, LOG2_OF_E = 1.44269504088896341f;
 
 // Whether the queries are multiplied by the scale, and by log2(e), when they are packed.

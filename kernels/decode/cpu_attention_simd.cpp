@@ -28,10 +28,10 @@ void attend_dense(const DecodeCall& c, const DecodePart& part) {
   }
 }
 
-// The same on Intel's: TOGETHER heads, block by block, and with each of these blocks a share of the next ones of all these heads,
-// number by number: prefetches wait for each other where many come at once, and more are in flight over several heads. B8 H32/8
-// S4096 D128, one thread of a Xeon (Emerald Rapids), of the time of the above: (B, K, S, D) with four heads float32 0.78 and
-// bfloat16 0.68, with one 0.91 and 0.73; (B, S, K, D) with one 0.79 and 0.84, with four 1.02 and 1.16.
+// The same on Intel's: TOGETHER heads, block by block, and with each of these blocks a share of the next ones of all these
+// heads, number by number: prefetches wait for each other where many come at once, and more are in flight over several
+// heads. B8 H32/8 S4096 D128, one thread of a Xeon (Emerald Rapids), of the time of the above: (B, K, S, D) with four heads
+// float32 0.78 and bfloat16 0.68, with one 0.91 and 0.73; (B, S, K, D) with one 0.79 and 0.84, with four 1.02 and 1.16.
 template <class Kind, class Values, int TOGETHER>
 void attend_together(const DecodeCall& c, const DecodePart& part) {
   typedef typename Values::Number Number;

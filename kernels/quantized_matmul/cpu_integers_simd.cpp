@@ -314,7 +314,8 @@ inline void tile_of_rows(const QuantizedProduct& p, const Format& format, int64_
 #pragma GCC unroll 4
     for (int i = 0; i < MR; ++i) totals[j][i] = zeros();
   }
-  const auto multiply_step = [&](int j, const __m512i* codes, const Floats* scale, Floats shift) __attribute__((always_inline)) {
+  const auto multiply_step = [&](int j, const __m512i* codes, const Floats* scale,
+                                 Floats shift) __attribute__((always_inline)) {
     const char* its = x;
 #pragma GCC unroll 4
     for (int i = 0; i < MR; ++i, its += SIZE) {

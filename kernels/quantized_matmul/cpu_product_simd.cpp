@@ -105,8 +105,9 @@ inline void load_float16_pairs(__m256i bits, Floats* out) {
 }
 #endif
 
-// Less a factor of 256. With AVX-512 through bfloat16, whose lower byte is the lower four bits of a code and whose upper byte
-// is one of sixteen; without through float16, whose exponent bias is 15 instead of 7, which is right for subnormal numbers too.
+// Less a factor of 256. With AVX-512 through bfloat16, whose lower byte is the lower four bits of a code and whose upper
+// byte is one of sixteen; without through float16, whose exponent bias is 15 instead of 7, which is right for subnormal
+// numbers too.
 struct OfE4m3 : EightBits {
   static constexpr float FACTOR = 256.0f;
   static inline float one(const uint8_t* row, int64_t c) {
@@ -127,7 +128,8 @@ struct OfE4m3 : EightBits {
   static inline __m512i normal(const uint8_t* row, int64_t c, __m512i* moved) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c));
     *moved = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 4);  // four bits in each byte
-    const __m512i upper = _mm512_broadcast_i32x4(_mm_setr_epi8(56, 57, 58, 59, 60, 61, 62, 63, -72, -71, -70, -69, -68, -67, -66, -65));
+    const __m512i upper =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(56, 57, 58, 59, 60, 61, 62, 63, -72, -71, -70, -69, -68, -67, -66, -65));
     return _mm512_mask_shuffle_epi8(*moved, 0xaaaaaaaaaaaaaaaaull, upper, *moved);
   }
   static inline void widen(__m512i numbers, Floats* out) {
@@ -142,7 +144,8 @@ struct OfE4m3 : EightBits {
   static inline void load_any(const uint8_t* row, int64_t c, Floats* out) {
     __m512i moved, numbers = normal(row, c, &moved);
     // 0 to 7, times 2**-17; normal numbers have their signs already
-    const __m512i few = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860));
+    const __m512i few =
+        _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860));
     const __m512i signs = _mm512_slli_epi16(_mm512_and_si512(moved, _mm512_set1_epi16(0x800)), 4);
     numbers = _mm512_mask_permutexvar_epi16(numbers, is_small(moved), _mm512_srli_epi16(moved, 4), few);
     widen(_mm512_mask_mov_epi16(_mm512_or_si512(numbers, signs), is_nan(moved), _mm512_set1_epi16(0x7fc0)), out);
@@ -366,7 +369,8 @@ struct OfQ6K : Blocks<OfQ6K> {
   }
 };
 
-// Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it. AVX2 has registers for
+// Rows of the weight in a tile. With one row of x they are read one after another, as tile.h has it, but on Intel's: see
+// one_row_of_x. AVX2 has registers for
 // the sums of four rows of x and one of the weight, each of which is decoded once so.
 #if defined(__AVX512F__)
 constexpr int rows_of_tile(int rows_of_x) { return rows_of_x == 1 ? 1 : 4; }
@@ -503,6 +507,8 @@ void rows_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end)
   }
 }
 
+// Four rows of the weight at once are more loads in flight on Intel's, and their sums do not wait for each other. 4096x1024 and
+// 4096x4096, one thread of a Xeon (Emerald Rapids), of the time of one after another: nf4 0.54, e5m2 0.78, e4m3 0.75.
 template <class Format>
 void one_row_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end) {
 #if defined(__AVX512F__)

@@ -91,7 +91,7 @@ def test_every_code(level: int) -> None:
 @needs_library
 @pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
 def test_small_codes_and_nan_stay_in_their_places(level: int) -> None:
-    """float8_e4m3fn of several rows at once: 0, subnormal numbers and NaN change nothing in the columns and rows beside them."""
+    """float8_e4m3fn of several rows at once: 0, subnormal numbers and NaN change nothing beside them."""
     generator = torch.Generator().manual_seed(level)
     codes = torch.randint(8, 127, (9, 330), generator=generator) | torch.randint(0, 2, (9, 330), generator=generator) << 7
     codes[1, 70:80], codes[2, 200:208], codes[8, 329], codes[4, :64] = 0, torch.arange(8) + 128, 5, torch.arange(64) % 8
