@@ -11,8 +11,9 @@ namespace {
 
 // Queries of a task, and keys whose scores are computed at once: these scores, which their weights replace, and 256 keys and
 // values of 128 numbers fit the L2 cache. Measured on one thread of an Intel Xeon (Emerald Rapids), T1024 D64 and T4096 D128,
-// causal, float32, GF/s of what causality leaves: 48 x 128 115 and 133, 48 x 256 127 and 141, 96 x 256 125 and 147. 96 x 128,
-// 192 x 256 and 24 x 512, and 12 rows and 2 vectors or 14 and 2 or 8 and 3 in registers, are within a hundredth or slower.
+// causal, float32, GF/s of what causality leaves: 48 x 128 115 and 133, 48 x 256 127 and 141, 96 x 256 125 and 147.
+// 96 x 128, 192 x 256 and 24 x 512, and 12 rows and 2 vectors or 14 and 2 or 8 and 3 in registers, are within a hundredth
+// or slower.
 constexpr int QUERIES = 96, KEYS = 256;
 
 // How a call is laid out for units of a kind. A panel has WIDTH keys (or numbers of a value) side by side for each unit.
@@ -51,8 +52,8 @@ void pack_as(const FlashCall& c, int64_t b, int64_t kv, char* scratch) {
 }
 
 // Weights are exp(score - reference), or 2**(score - reference) where the scores are in that unit. A row's reference
-// follows its largest score so far where that is more than LEAD above it: sums of weights that large are far from overflow,
-// and a reference that stays spares multiplying what has been summed.
+// follows its largest score so far where that is more than LEAD above it: sums of weights that large are far from
+// overflow, and a reference that stays spares multiplying what has been summed.
 constexpr float LEAD = 5.0f, LOG2_OF_E = 1.44269504088896341f;
 
 // Whether the queries are multiplied by the scale, and by log2(e), when they are packed.
@@ -68,7 +69,8 @@ struct RowOfBlock {
   float* scores;
 };
 
-// The scores of a row as they are compared; its reference may rise. What its sums so far are to be multiplied by is returned.
+// The scores of a row as they are compared; its reference may rise. What its sums so far are to be multiplied by is
+// returned.
 inline float compare(const FlashCall& c, const RowOfBlock& row, bool base_two, float& reference) {
   const int64_t padded = up_to(row.count, WIDTH);
   float* const scores = row.scores;
@@ -84,7 +86,7 @@ inline float compare(const FlashCall& c, const RowOfBlock& row, bool base_two, f
   for (int64_t j = end < 0 ? 0 : end; j < padded; ++j) scores[j] = HIDDEN;
   Floats most = broadcast(HIDDEN), other = most;  // NaN is passed over
   if (scale_later) {
-    // Stored once they are multiplied, so that no compiler rounds product and difference at once: a reference must give 1.
+    // Stored once they are multiplied, so that no compiler rounds product and difference at once: a reference gives 1.
     const Floats factors = broadcast(c.rules.scale);
     for (int64_t j = 0; j < padded; j += WIDTH) {
       const Floats s = multiply(load(scores + j), factors);
@@ -196,7 +198,7 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
       const auto row_of_block = [&](int64_t r) {
         return RowOfBlock{b, h, row + r, from + begin, finish - begin, seen[r], scores + r * KEYS + begin};
       };
-      for (int64_t r = i; r < last; ++r) {  // before any becomes weights, so that one does not wait for the largest of another
+      for (int64_t r = i; r < last; ++r) {  // before any becomes weights: none waits for the largest score of another
         const float factor = compare(c, row_of_block(r), base_two, references[r]);
         if (factor == 1.0f) continue;
         const Floats factors = broadcast(factor);

@@ -65,8 +65,8 @@ constexpr int columns_of(int) { return 4; }
 
 // sums[i * 4 + j] = x row i . weight row j over K columns. The weight's rows are not read beyond K.
 //
-// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how far to prefetch, in
-// numbers, from each row: a tile reads several rows at once, each too short for the hardware prefetcher.
+// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how far to prefetch,
+// in numbers, from each row: a tile reads several rows at once, each too short for the hardware prefetcher.
 template <class Kind, int MR, int NR>
 inline void tile(const typename Kind::Input* x, int64_t steps, const typename Kind::Weight* const* rows, int64_t k,
                  const int64_t (&ahead)[NR], float* sums) {

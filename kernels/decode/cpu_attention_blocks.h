@@ -158,7 +158,9 @@ struct Beside {
   inline int64_t from(const Number* row, int64_t j) const { return keys[j] - row; }
   inline void fetch_values(int64_t s, int64_t d) const {
 #pragma GCC unroll 2
-    for (int at = 0; at < PAIR; at += 64 / static_cast<int>(sizeof(Number))) __builtin_prefetch(values[s] + d + at, 0, 2);
+    for (int at = 0; at < PAIR; at += 64 / static_cast<int>(sizeof(Number))) {
+      __builtin_prefetch(values[s] + d + at, 0, 2);
+    }
   }
 };
 

@@ -53,7 +53,9 @@ void attend_together(const DecodeCall& c, const DecodePart& part) {
     for (int64_t h = 0; h < TOGETHER && there; ++h) {
       const int64_t head = head_of(next) - next % TOGETHER + h, first = from_of(next) + next % TOGETHER * SHARE;
       const EvenRows<Number> keys = rows(c.key, head, first), values = rows(c.value, head, first);
-      for (int j = 0; j < SHARE; ++j) beside.keys[j * TOGETHER + h] = keys[j], beside.values[j * TOGETHER + h] = values[j];
+      for (int j = 0; j < SHARE; ++j) {
+        beside.keys[j * TOGETHER + h] = keys[j], beside.values[j * TOGETHER + h] = values[j];
+      }
     }
     one_block<Kind, Values>(c, part, kv, rows(c.key, kv, from), rows(c.value, kv, from), from, count,
                             there ? &beside : nullptr);

@@ -26,8 +26,8 @@ void streamed_rows(const SkinnyProduct& p, int64_t m, int64_t begin, int64_t end
   }
 }
 
-// What is prefetched of a block of the weight while some of the rows of x are multiplied by the one before: the rows j of a
-// tile that are `nth` modulo `of`, `rows` of the weight later.
+// What is prefetched of a block of the weight while some of the rows of x are multiplied by the one before: the rows j of
+// a tile that are `nth` modulo `of`, `rows` of the weight later.
 struct Share {
   int64_t rows, nth, of;
 };
@@ -37,7 +37,8 @@ void rows_of_x(const SkinnyProduct& p, int64_t m, int64_t begin, int64_t end, Sh
   constexpr int NR = columns_of(MR);
   const int64_t some = (AHEAD_BYTES / static_cast<int64_t>(sizeof(typename Kind::Weight)) / p.k / NR + 1) * NR;
   int64_t ahead[NR];
-  for (int j = 0; j < NR; ++j) ahead[j] = j % share.of == share.nth ? (some > share.rows ? some : share.rows) * p.ldw : 0;
+  const int64_t rows_ahead = some > share.rows ? some : share.rows;
+  for (int j = 0; j < NR; ++j) ahead[j] = j % share.of == share.nth ? rows_ahead * p.ldw : 0;
   typedef typename Kind::Weight Weight;
   const typename Kind::Input* x = static_cast<const typename Kind::Input*>(p.x) + m * Kind::STEP;
   for (int64_t n = begin; n < end; n += NR) {
@@ -102,9 +103,9 @@ bool streamed(const SkinnyProduct& p, int64_t begin, int64_t end) {
 template <class Kind>
 void product(const SkinnyProduct& p, int64_t begin, int64_t end) {
   if (streamed<Kind>(p, begin, end)) return;
-  // Of several parts one of six rows and four of the weight loads less for each sum than one of eight and three; and what is
-  // prefetched of a block during its first part alone is more than can be in flight. 4096x1024 in bfloat16, 16 and 32 rows,
-  // one thread of a Xeon (Emerald Rapids): 0.78 and 0.74 of the time.
+  // Of several parts one of six rows and four of the weight loads less for each sum than one of eight and three; and what
+  // is prefetched of a block during its first part alone is more than can be in flight. 4096x1024 in bfloat16, 16 and 32
+  // rows, one thread of a Xeon (Emerald Rapids): 0.78 and 0.74 of the time.
 #if defined(__AVX512F__)
   const bool shared = is_intel();
 #else

@@ -305,7 +305,8 @@ inline void tile_of_rows(const QuantizedProduct& p, const Format& format, int64_
   const char* x = static_cast<const char*>(p.x);
   const float* factors = reinterpret_cast<const float*>(x + steps * MR * SIZE);
   // as far as the same columns of rows that come later
-  const int64_t at_once = NR * p.row_bytes, ahead = NR == 1 || at_once == 0 ? AHEAD : (AHEAD + at_once - 1) / at_once * at_once;
+  const int64_t at_once = NR * p.row_bytes;
+  const int64_t ahead = NR == 1 || at_once == 0 ? AHEAD : (AHEAD + at_once - 1) / at_once * at_once;
   typename Format::Row rows[NR];
   Floats totals[NR][MR];
 #pragma GCC unroll 4

@@ -507,8 +507,8 @@ void rows_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end)
   }
 }
 
-// Four rows of the weight at once are more loads in flight on Intel's, and their sums do not wait for each other. 4096x1024 and
-// 4096x4096, one thread of a Xeon (Emerald Rapids), of the time of one after another: nf4 0.54, e5m2 0.78, e4m3 0.75.
+// Four rows of the weight at once are more loads in flight on Intel's, and their sums do not wait for each other.
+// 4096x1024 and 4096x4096, one thread of a Xeon (Emerald Rapids), of the time of one after another: nf4 0.54, e5m2 0.78.
 template <class Format>
 void one_row_of_x(const QuantizedProduct& p, int64_t m, int64_t begin, int64_t end) {
 #if defined(__AVX512F__)

@@ -139,7 +139,7 @@ def test_the_ends_of_the_range_are_the_definitions(level: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @LEVELS
 def test_scores_that_rise_and_fall_over_the_keys(level: int, dtype: torch.dtype) -> None:
-    """Largest scores in any of several blocks of keys, a little or far above those before, and blocks that are all hidden."""
+    """Largest scores in any block of keys, a little or far above those before, and blocks that are all hidden."""
     query, key, value = heads((1, 4, 1100, 4, 2, 16, 24), dtype)
     query[..., 0], steps = 4.0, torch.arange(1100)
     for heights in (steps / 30, 40 - steps / 30, steps // 256 * 3.0, (steps // 300 % 2) * 60.0, steps * 0.0 - 5):
