@@ -12,6 +12,8 @@ namespace {
 // Queries of a task, and keys whose scores are computed at once: these scores, which their weights replace, and 256 keys and
 // values of 128 numbers fit the L2 cache. Measured on one thread of an Intel Xeon (Emerald Rapids), T1024 D64 and T4096 D128,
 // causal, float32, GF/s of what causality leaves: 48 x 128 115 and 133, 48 x 256 127 and 141, 96 x 256 125 and 147.
+// 96 x 128, 192 x 256 and 24 x 512, and 12 rows and 2 vectors or 14 and 2 or 8 and 3 in registers, are within a hundredth
+// or slower.
 constexpr int QUERIES = 96, KEYS = 256;
 
 // How a call is laid out for units of a kind. A panel has WIDTH keys (or numbers of a value) side by side for each unit.
@@ -49,50 +51,79 @@ void pack_as(const FlashCall& c, int64_t b, int64_t kv, char* scratch) {
   pack_panels_of_numbers<Units>(value, 0, l.padded_keys, values, l.value_panel_bytes());
 }
 
-// A row's softmax so far: its largest score, and the sum of exp(score - largest).
-struct Softmax {
-  float largest, sum;
+// Weights are exp(score - reference), or 2**(score - reference) where the scores are in that unit. A row's reference
+// follows its largest score so far where that is more than LEAD above it: sums of weights that large are far from
+// overflow, and a reference that stays spares multiplying what has been summed.
+constexpr float LEAD = 5.0f, LOG2_OF_E = 1.44269504088896341f;
+
+// Whether the queries are multiplied by the scale, and by log2(e), when they are packed.
+template <class Units>
+inline bool in_base_two(const FlashCall& c) {
+  return Units::NUMBERS == 1 && only_scaled(c.rules) && c.kept == 0.0f && c.logsumexp == nullptr;
+}
+
+// What a row sees of a block of keys: those of [from, from + count) between seen[0] and seen[1].
+struct RowOfBlock {
+  int64_t b, h, i, from, count;
+  const int64_t* seen;
+  float* scores;
 };
 
-// Scores of query i for keys [from, from + count) become weights exp(score - largest); what the values so far are to be
-// multiplied by is returned. seen: the first key that the query sees and that after its last.
-template <class Units>
-inline float weigh(const FlashCall& c, int64_t b, int64_t h, int64_t i, int64_t from, int64_t count,
-                   const int64_t* seen, float* scores, char* weights, Softmax& state) {
-  const int64_t padded = up_to(count, WIDTH);
-  const bool scale_later = only_scaled(c.rules);
-  if (!scale_later) apply_rules(c.rules, b, h, i, from, count, padded, scores);
-  hide(c.rules, b, h, i, from, count, scores);
+// The scores of a row as they are compared; its reference may rise. What its sums so far are to be multiplied by is
+// returned.
+inline float compare(const FlashCall& c, const RowOfBlock& row, bool base_two, float& reference) {
+  const int64_t padded = up_to(row.count, WIDTH);
+  float* const scores = row.scores;
+  const bool scale_later = !base_two && only_scaled(c.rules);
+  if (!base_two && !scale_later) apply_rules(c.rules, row.b, row.h, row.i, row.from, row.count, padded, scores);
+  hide(c.rules, row.b, row.h, row.i, row.from, row.count, scores);
   if (c.key_ids != nullptr) {
-    const int64_t own = c.query_ids[b * c.length + i], *ids = c.key_ids + b * c.keys + from;
-    for (int64_t j = 0; j < count; ++j) scores[j] = ids[j] == own ? scores[j] : HIDDEN;
+    const int64_t own = c.query_ids[row.b * c.length + row.i], *ids = c.key_ids + row.b * c.keys + row.from;
+    for (int64_t j = 0; j < row.count; ++j) scores[j] = ids[j] == own ? scores[j] : HIDDEN;
   }
-  const int64_t first = seen[0] - from, end = seen[1] - from;
+  const int64_t first = row.seen[0] - row.from, end = row.seen[1] - row.from;
   for (int64_t j = 0; j < padded && j < first; ++j) scores[j] = HIDDEN;
   for (int64_t j = end < 0 ? 0 : end; j < padded; ++j) scores[j] = HIDDEN;
-  // Stored once they are multiplied, so that no compiler rounds product and difference at once: the largest must give 0.
-  const Floats factors = broadcast(scale_later ? c.rules.scale : 1.0f);
-  Floats most = broadcast(state.largest);
-  for (int64_t j = 0; j < padded; j += WIDTH) {
-    const Floats s = multiply(load(scores + j), factors);
-    store(scores + j, s);
-    most = maximum(s, most);  // NaN is passed over here
+  Floats most = broadcast(HIDDEN), other = most;  // NaN is passed over
+  if (scale_later) {
+    // Stored once they are multiplied, so that no compiler rounds product and difference at once: a reference gives 1.
+    const Floats factors = broadcast(c.rules.scale);
+    for (int64_t j = 0; j < padded; j += WIDTH) {
+      const Floats s = multiply(load(scores + j), factors);
+      store(scores + j, s);
+      most = maximum(s, most);
+    }
+  } else {
+    int64_t j = 0;
+    for (; j + WIDTH < padded; j += 2 * WIDTH) {
+      most = maximum(load(scores + j), most), other = maximum(load(scores + j + WIDTH), other);
+    }
+    if (j < padded) most = maximum(load(scores + j), most);
   }
-  const float before = state.largest, now = largest(most), zero = now == HIDDEN ? 0.0f : now;
-  const float factor = before == now ? 1.0f : before == HIDDEN ? 0.0f : expf(before - zero);
-  const Floats minus = broadcast(-zero);
-  const uint32_t hash = c.kept == 0.0f ? 0 : hash_of_query(hash_of_head(c, b, h), static_cast<uint32_t>(i));
+  const float now = largest(maximum(most, other)), before = reference;
+  if (!(now > before + LEAD)) return 1.0f;
+  reference = now;
+  if (before == HIDDEN) return 1.0f;  // there is nothing so far
+  return base_two ? exp2f(before - now) : expf(before - now);
+}
+
+// The scores of a row become weights, whose sums are returned, lane by lane.
+template <class Units, bool BASE_TWO>
+inline Floats weigh(const FlashCall& c, const RowOfBlock& row, float reference, char* weights) {
+  const int64_t padded = up_to(row.count, WIDTH);
+  const Floats minus = broadcast(reference == HIDDEN ? 0.0f : -reference);
+  const uint32_t hash = c.kept == 0.0f ? 0 : hash_of_query(hash_of_head(c, row.b, row.h), static_cast<uint32_t>(row.i));
   Floats total = zeros();
   for (int64_t j = 0; j < padded; j += WIDTH) {
-    const Floats w = exponential(add(load(scores + j), minus));
+    const Floats above = add(load(row.scores + j), minus), w = BASE_TWO ? power_of_two(above) : exponential(above);
     total = add(total, w);
     Floats used = w;
-    if (c.kept != 0.0f) used = multiply(w, kept(c, hash, counted_from(static_cast<uint32_t>(from + j))));
+    if (!BASE_TWO && c.kept != 0.0f) {
+      used = multiply(w, kept(c, hash, counted_from(static_cast<uint32_t>(row.from + j))));
+    }
     Units::write(weights + j / Units::NUMBERS * UNIT, used);
   }
-  state.largest = now;
-  state.sum = state.sum * factor + sum(total);
-  return factor;
+  return total;
 }
 
 template <class Units>
@@ -108,10 +139,17 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
   char* queries = reinterpret_cast<char*>(sums + QUERIES * width);
   const RowsOf query{c.query.data, b * c.query.of_batch + h * c.query.of_head, c.query.of_row, c.length, c.dim, c.dtype};
   pack_rows<Units>(query, row, rows, queries, l.query_row());
+  const bool base_two = in_base_two<Units>(c);
+  if (base_two) {
+    float* const numbers = reinterpret_cast<float*>(queries);
+    const float factor = c.rules.scale * LOG2_OF_E;
+    for (int64_t i = 0; i < rows * l.key_units; ++i) numbers[i] *= factor;
+  }
   memset(sums, 0, static_cast<size_t>(rows * width) * sizeof(float));
 
   // the keys that each query sees, and those that any does
-  Softmax state[QUERIES];
+  float references[QUERIES];
+  Floats totals[QUERIES];
   int64_t seen[QUERIES][2], first = c.keys, end = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t at = row + i + c.keys - c.length;
@@ -123,7 +161,7 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
       seen[i][0] = span[0] > seen[i][0] ? span[0] : seen[i][0];
       seen[i][1] = span[1] < seen[i][1] ? span[1] : seen[i][1];
     }
-    state[i] = {HIDDEN, 0.0f};
+    references[i] = HIDDEN, totals[i] = zeros();
     if (seen[i][0] >= seen[i][1]) continue;
     first = seen[i][0] < first ? seen[i][0] : first;
     end = seen[i][1] > end ? seen[i][1] : end;
@@ -153,15 +191,27 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
                            scores + i * KEYS + begin * WIDTH, KEYS, false);
       }
     }
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count; i += ROWS) {
       const int64_t begin = begins[i / ROWS] * WIDTH, finish = ends[i / ROWS] * WIDTH < some ? ends[i / ROWS] * WIDTH : some;
       if (begin >= finish) continue;
-      const float factor = weigh<Units>(c, b, h, row + i, from + begin, finish - begin, seen[i], scores + i * KEYS + begin,
-                                        weights + i * SCORES_ROW + begin / Units::NUMBERS * UNIT, state[i]);
-      if (factor == 1.0f) continue;
-      const Floats factors = broadcast(factor);
-      for (int64_t d = 0; d < width; d += WIDTH) {
-        store(sums + i * width + d, multiply(load(sums + i * width + d), factors));
+      const int64_t last = i + ROWS < count ? i + ROWS : count;
+      const auto row_of_block = [&](int64_t r) {
+        return RowOfBlock{b, h, row + r, from + begin, finish - begin, seen[r], scores + r * KEYS + begin};
+      };
+      for (int64_t r = i; r < last; ++r) {  // before any becomes weights: none waits for the largest score of another
+        const float factor = compare(c, row_of_block(r), base_two, references[r]);
+        if (factor == 1.0f) continue;
+        const Floats factors = broadcast(factor);
+        totals[r] = multiply(totals[r], factors);
+        for (int64_t d = 0; d < width; d += WIDTH) {
+          store(sums + r * width + d, multiply(load(sums + r * width + d), factors));
+        }
+      }
+      for (int64_t r = i; r < last; ++r) {
+        char* const to = weights + r * SCORES_ROW + begin / Units::NUMBERS * UNIT;
+        const Floats added = base_two ? weigh<Units, true>(c, row_of_block(r), references[r], to)
+                                      : weigh<Units, false>(c, row_of_block(r), references[r], to);
+        totals[r] = add(totals[r], added);
       }
     }
     for (int64_t n = 0; n < l.value_panels; n += VECTORS) {
@@ -176,12 +226,13 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    float factor = 1.0f, total = state[i].sum, most = state[i].largest;
+    const float reference = base_two ? references[i] / LOG2_OF_E : references[i];
+    float factor = 1.0f, total = sum(totals[i]), most = reference;
     if (c.rules.sinks != nullptr) {
       const float sink = sink_of(c.rules, h);
-      most = sink > state[i].largest ? sink : state[i].largest;
+      most = sink > reference ? sink : reference;
       const float zero = most == HIDDEN ? 0.0f : most;
-      factor = expf(state[i].largest - zero);
+      factor = expf(reference - zero);
       total = total * factor + expf(sink - zero);
     }
     if (c.logsumexp != nullptr) {

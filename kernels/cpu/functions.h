@@ -23,6 +23,30 @@ inline Floats exponential(Floats x) {
   return where_less(x, broadcast(LOWEST), zeros(), scaled(y, n));
 }
 
+// 2**x, 0 below -126, for x of at most 127. The polynomial is that of Cephes (Moshier, exp2f.c).
+inline Floats power_of_two(Floats x) {
+#if defined(__AVX512F__)
+  const Floats n = rounded(x);  // infinities less themselves are NaN, which the mask leaves out
+#else
+  const Floats given = x;
+  x = maximum(broadcast(-126.0f), x);  // in this order NaN stays
+  const Floats n = rounded(x);
+#endif
+  const Floats r = add(x, multiply(n, broadcast(-1.0f)));
+  Floats y = broadcast(1.535336188319500e-4f);
+  y = multiply_add(y, r, broadcast(1.339887440266574e-3f));
+  y = multiply_add(y, r, broadcast(9.618437357674640e-3f));
+  y = multiply_add(y, r, broadcast(5.550332471162809e-2f));
+  y = multiply_add(y, r, broadcast(2.402264791363012e-1f));
+  y = multiply_add(y, r, broadcast(6.931472028550421e-1f));
+  y = multiply_add(y, r, broadcast(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.0f), _CMP_NLT_UQ), y, n);
+#else
+  return where_less(given, broadcast(-126.0f), zeros(), scaled(y, n));
+#endif
+}
+
 // tanh(x): a polynomial near 0, where 1 - 2 / (1 + exp(2 |x|)) would lose digits.
 inline Floats hyperbolic_tangent(Floats x) {
   const Floats one = broadcast(1.0f), square = multiply(x, x);

@@ -12,6 +12,14 @@ struct InFloat32 {
   static constexpr int STEP = WIDTH;
   static inline Vector load_input(const Input* p) { return load(p); }
   static inline Floats dot(Vector a, Vector b, Floats total) { return multiply_add(a, b, total); }
+  // In its register: GCC would load it again for each row of the weight, which takes longer than the sums of many rows.
+  static inline void keep(Vector& a) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(a));
+#else
+    (void)a;
+#endif
+  }
 };
 struct OfFloat32 : InFloat32 {
   typedef float Weight;
@@ -39,6 +47,7 @@ struct OfBFloat16Pairs {
   static inline Floats dot(Vector a, Vector b, Floats total) {
     return _mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b);
   }
+  static inline void keep(Vector&) {}
 };
 #endif
 
@@ -56,14 +65,14 @@ constexpr int columns_of(int) { return 4; }
 
 // sums[i * 4 + j] = x row i . weight row j over K columns. The weight's rows are not read beyond K.
 //
-// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how far to
-// prefetch in each row, in numbers: a tile reads several rows at once, each too short for the hardware prefetcher.
+// x: packed, `steps` numbers from one STEP columns of all its rows to the next; see skinny.h. ahead: how far to prefetch,
+// in numbers, from each row: a tile reads several rows at once, each too short for the hardware prefetcher.
 template <class Kind, int MR, int NR>
 inline void tile(const typename Kind::Input* x, int64_t steps, const typename Kind::Weight* const* rows, int64_t k,
-                 int64_t ahead, float* sums) {
-  const typename Kind::Weight* weights[NR];
+                 const int64_t (&ahead)[NR], float* sums) {
+  const typename Kind::Weight *weights[NR], *later[NR];
 #pragma GCC unroll 4
-  for (int j = 0; j < NR; ++j) weights[j] = rows[j];
+  for (int j = 0; j < NR; ++j) weights[j] = rows[j], later[j] = rows[j] + ahead[j];
   Floats totals[MR][NR];
 #pragma GCC unroll 8
   for (int i = 0; i < MR; ++i)
@@ -75,11 +84,12 @@ inline void tile(const typename Kind::Input* x, int64_t steps, const typename Ki
 #pragma GCC unroll 4
     for (int j = 0; j < NR; ++j) {
       columns[j] = Kind::load_weight(weights[j] + c);
-      __builtin_prefetch(weights[j] + c + ahead, 0, 2);
+      __builtin_prefetch(later[j] + c, 0, 2);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < MR; ++i) {
-      const typename Kind::Vector row = Kind::load_input(x + i * Kind::STEP);
+      typename Kind::Vector row = Kind::load_input(x + i * Kind::STEP);
+      if (MR > 4) Kind::keep(row);
 #pragma GCC unroll 4
       for (int j = 0; j < NR; ++j) totals[i][j] = Kind::dot(row, columns[j], totals[i][j]);
     }

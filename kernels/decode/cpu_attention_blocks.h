@@ -123,6 +123,8 @@ class Ahead {
     const int64_t lines = (bytes + 63) / 64 * count;
     share_ = lines > share_ ? lines : share_;
   }
+  inline int64_t from(const void*, int64_t) const { return 0; }
+  inline void fetch_values(int, int64_t) const {}
   // A share of it: of `parts` that there are.
   void fetch(int64_t parts) {
     for (int64_t n = (share_ + parts - 1) / parts; n > 0; --n) {
@@ -146,18 +148,36 @@ class Ahead {
   int64_t share_ = 0;
 };
 
+// The rows of keys and values that are prefetched with those of a block, number by number as these are read.
+template <class Of>
+struct Beside {
+  typedef Of Number;
+  const Number *keys[BLOCK], *values[BLOCK];
+
+  inline void fetch(int64_t) {}
+  inline int64_t from(const Number* row, int64_t j) const { return keys[j] - row; }
+  inline void fetch_values(int64_t s, int64_t d) const {
+#pragma GCC unroll 2
+    for (int at = 0; at < PAIR; at += 64 / static_cast<int>(sizeof(Number))) {
+      __builtin_prefetch(values[s] + d + at, 0, 2);
+    }
+  }
+};
+
 // scores[i * BLOCK + j] = query i . key j of MR queries.
 template <class Kind, int MR, class Rows, class Next>
-inline void score(const typename Kind::Input* queries, int64_t group, Rows keys, int count, int64_t dim,
-                  Ahead<Next>* ahead, float* scores) {
+inline void score(const typename Kind::Input* queries, int64_t group, Rows keys, int count, int64_t dim, Next* next,
+                  float* scores) {
   constexpr int NR = columns_of(MR);
   for (int j = 0; j < count; j += NR) {
     const int some = count - j < NR ? count - j : NR;
     const typename Kind::Weight* rows[NR];
     for (int i = 0; i < NR; ++i) rows[i] = keys[j + (i < some ? i : some - 1)];
-    if (ahead != nullptr) ahead->fetch(BLOCK / NR);
+    if (next != nullptr) next->fetch(BLOCK / NR);
+    int64_t ahead[NR];
+    for (int i = 0; i < NR; ++i) ahead[i] = next == nullptr ? 0 : next->from(rows[i], j + (i < some ? i : some - 1));
     float sums[MR * 4];
-    tile<Kind, MR, NR>(queries, group * Kind::STEP, rows, dim, 0, sums);
+    tile<Kind, MR, NR>(queries, group * Kind::STEP, rows, dim, ahead, sums);
     for (int i = 0; i < MR; ++i)
       for (int n = 0; n < some; ++n) scores[i * BLOCK + j + n] = sums[4 * i + n];
   }
@@ -192,9 +212,9 @@ inline float weigh(const DecodeCall& c, int64_t b, int64_t h, int64_t i, int64_t
 }
 
 // sums[i] = sums[i] * factors[i] + weights[i] @ values.
-template <class Values, int MR, class Rows>
+template <class Values, int MR, class Rows, class Next>
 inline void add_values(const float* weights, Rows values, int count, int64_t dim, const float* factors, float* sums,
-                       int64_t sums_row) {
+                       int64_t sums_row, const Next* next) {
   for (int64_t d = 0; d < dim; d += PAIR, sums += PAIR, values.first += PAIR) {
     Floats low[MR], high[MR];
 #pragma GCC unroll 8
@@ -206,6 +226,7 @@ inline void add_values(const float* weights, Rows values, int count, int64_t dim
     const int64_t rest = dim - d;
     for (int s = 0; s < count; ++s) {
       Floats a, b;
+      if (next != nullptr) next->fetch_values(s, d);
       if (rest >= PAIR) {
         Values::load_pair(values[s], a, b);
       } else {
@@ -231,7 +252,7 @@ int64_t sums_row(int64_t value_dim) { return LEADING + (value_dim + PAIR - 1) / 
 // MR queries of one key/value head and one block of keys.
 template <class Kind, class Values, int MR, class Rows, class Next>
 void some_queries(const DecodeCall& c, const DecodePart& part, int64_t kv, int64_t first, Rows keys, Rows values,
-                  int64_t from, int count, Ahead<Next>* ahead) {
+                  int64_t from, int count, Next* next) {
   typedef typename Kind::Input Input;
   const int64_t group = part.group, row = sums_row(c.value_dim);
   const int64_t* const seen = part.seen == nullptr ? nullptr : part.seen + 2 * first;
@@ -243,14 +264,14 @@ void some_queries(const DecodeCall& c, const DecodePart& part, int64_t kv, int64
   const int64_t padded = (c.dim + Kind::STEP - 1) / Kind::STEP * Kind::STEP;
   const Input* queries = static_cast<const Input*>(part.queries) + kv * group * padded + first * Kind::STEP;
   float scores[MR * BLOCK], factors[MR];
-  score<Kind, MR>(queries, group, keys, count, c.dim, ahead, scores);
+  score<Kind, MR>(queries, group, keys, count, c.dim, next, scores);
   float* sums = part.sums + (kv * group + first) * row;
   for (int i = 0; i < MR; ++i) {
     const int64_t* const its = seen == nullptr ? nullptr : seen + 2 * i;
     const int64_t query = part.query + kv * group + first + i, token = query < c.heads ? 0 : query / c.heads;
     factors[i] = weigh(c, part.b, query - token * c.heads, token, from, count, its, scores + i * BLOCK, sums + i * row);
   }
-  add_values<Values, MR>(scores, values, count, c.value_dim, factors, sums + LEADING, row);
+  add_values<Values, MR>(scores, values, count, c.value_dim, factors, sums + LEADING, row, next);
 }
 
 bool hides_all(const DecodeCall& c, int64_t b, int64_t kv, int64_t from, int count) {
@@ -279,9 +300,9 @@ Ahead<Rows> share_of(const DecodeCall& c, Rows keys, Rows values, int64_t count,
 
 template <class Kind, class Values, class Rows, class Next>
 void one_block(const DecodeCall& c, const DecodePart& part, int64_t kv, Rows keys, Rows values, int64_t from, int count,
-               Ahead<Next> next) {
+               Next* next) {
   for (int64_t first = 0; first < part.group;) {
-    Ahead<Next>* const ahead = first == 0 ? &next : nullptr;
+    Next* const ahead = first == 0 ? next : nullptr;
     const int64_t left = part.group - first;
 #if defined(__AVX512F__)
     if (left >= 8) {

@@ -162,7 +162,7 @@ void attend_as(const DecodeCall& c, const DecodePart& part) {
     Ahead<PagedRows<Number>> ahead;
     ahead.add(rows(c.key, next.keys), c.value_dim * size, following);
     ahead.add(rows(c.value, next.values), rope_dim * size, rope_dim == 0 ? 0 : following);
-    one_block<typename As::Kind, typename As::Values>(c, part, 0, keys, keys, from, count, ahead);
+    one_block<typename As::Kind, typename As::Values>(c, part, 0, keys, keys, from, count, &ahead);
   }
 }
 

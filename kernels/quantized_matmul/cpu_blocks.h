@@ -145,6 +145,7 @@ struct BlockQ5K {
 // A block as a format of cpu_product_simd.cpp.
 template <class Block>
 struct OfBlock {
+  static constexpr bool CHECKED = false;
   static constexpr bool SHIFTED = false;
   static constexpr float FACTOR = 1.0f;
   static constexpr int BYTES = (Block::BYTES * 32 + Block::COLUMNS - 1) / Block::COLUMNS;  // of 32 columns, on average

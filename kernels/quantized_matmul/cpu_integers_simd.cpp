@@ -1,12 +1,16 @@
 // Products of few rows with integer codes, by dot products of bytes: x is rounded to integers of two or three bytes.
 #include "cpu_integers.h"
 
+#include "../cpu/vendor.h"
+
 namespace {
 
 #if defined(__AVX512VNNI__)
 
 constexpr int MOST_ROWS_OF_X = 4;
-// How far ahead codes are prefetched, into the second cache.
+// Rows of the weight that are read at once with one row of x, on Intel's.
+constexpr int AT_ONCE = 4;
+// How far ahead codes are prefetched, into the second cache; at least that far, of several rows at once.
 constexpr int64_t AHEAD = 4096;
 
 inline __m512i low_bits(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi8(15)); }
@@ -57,12 +61,13 @@ struct Grouped {
       until = of.of_group, group = 0;
     }
     template <bool FULL>
-    __attribute__((always_inline)) inline void load(const Grouped& of, int64_t step, __m512i* out, Floats* scale, Floats* shift) {
+    __attribute__((always_inline)) inline void load(const Grouped& of, int64_t step, __m512i* out, Floats* scale, Floats* shift,
+                                                          int64_t ahead) {
       constexpr int64_t BYTES = SHAPE.order == ODD_THEN_EVEN ? 64 : 128;
       const uint8_t* const at = codes + step * BYTES;
       const int64_t rest = of.stored - step * BYTES;
 #pragma GCC unroll 4
-      for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(at + i + AHEAD, 0, 2);
+      for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(at + i + ahead, 0, 2);
       if (SHAPE.order == ODD_THEN_EVEN) {
         const __m512i words =
             FULL || rest >= 64 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8((1ull << rest) - 1, at);
@@ -120,13 +125,13 @@ inline uint16_t half_bits(const uint8_t* p) {
 // Four blocks of 32 columns, BYTES each, with a float16 before their codes; beyond the row's end they are zeros.
 template <int BYTES, bool FULL>
 struct FourBlocks {
-  FourBlocks(const uint8_t* row, int64_t step, int64_t blocks) {
+  FourBlocks(const uint8_t* row, int64_t step, int64_t blocks, int64_t ahead) {
     const uint8_t* const first = row + step * 4 * BYTES;
     const int64_t left = blocks - step * 4;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) at[i] = FULL || i < left ? first + i * BYTES : NO_BLOCK;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4 * BYTES; i += 64) __builtin_prefetch(first + i + AHEAD, 0, 2);
+    for (int i = 0; i < 4 * BYTES; i += 64) __builtin_prefetch(first + i + ahead, 0, 2);
   }
   // Their scales, in the first lanes.
   inline Floats scales() const {
@@ -147,8 +152,9 @@ struct OfQ8_0 {
   struct Row {
     inline void begin(const OfQ8_0& of, int64_t n) { codes = of.p.data + n * of.p.row_bytes; }
     template <bool FULL>
-    __attribute__((always_inline)) inline void load(const OfQ8_0& of, int64_t step, __m512i* out, Floats* scale, Floats*) {
-      const FourBlocks<34, FULL> blocks(codes, step, of.p.k / 32);
+    __attribute__((always_inline)) inline void load(const OfQ8_0& of, int64_t step, __m512i* out, Floats* scale, Floats*,
+                                                          int64_t ahead) {
+      const FourBlocks<34, FULL> blocks(codes, step, of.p.k / 32, ahead);
       const __m512i sign = _mm512_set1_epi8(-128);
       const Floats scales = blocks.scales();
 #pragma GCC unroll 4
@@ -173,8 +179,9 @@ struct OfQ4_0 {
   struct Row {
     inline void begin(const OfQ4_0& of, int64_t n) { codes = of.p.data + n * of.p.row_bytes; }
     template <bool FULL>
-    __attribute__((always_inline)) inline void load(const OfQ4_0& of, int64_t step, __m512i* out, Floats* scale, Floats*) {
-      const FourBlocks<18, FULL> blocks(codes, step, of.p.k / 32);
+    __attribute__((always_inline)) inline void load(const OfQ4_0& of, int64_t step, __m512i* out, Floats* scale, Floats*,
+                                                          int64_t ahead) {
+      const FourBlocks<18, FULL> blocks(codes, step, of.p.k / 32, ahead);
       const __m512i words = joined(_mm256_set_m128i(load16(blocks.at[1] + 2), load16(blocks.at[0] + 2)),
                                    _mm256_set_m128i(load16(blocks.at[3] + 2), load16(blocks.at[2] + 2)));
       out[0] = low_bits(words), out[1] = high_bits(words);
@@ -198,10 +205,11 @@ struct OfQ4K {
   struct Row {
     inline void begin(const OfQ4K& of, int64_t n) { codes = of.p.data + n * of.p.row_bytes; }
     template <bool FULL>
-    __attribute__((always_inline)) inline void load(const OfQ4K& of, int64_t step, __m512i* out, Floats* scale, Floats* shift) {
+    __attribute__((always_inline)) inline void load(const OfQ4K& of, int64_t step, __m512i* out, Floats* scale, Floats* shift,
+                                                          int64_t ahead) {
       const uint8_t* const block = codes + step * 144;
 #pragma GCC unroll 4
-      for (int i = 0; i < 144; i += 64) __builtin_prefetch(block + i + AHEAD, 0, 2);
+      for (int i = 0; i < 144; i += 64) __builtin_prefetch(block + i + ahead, 0, 2);
       uint64_t first_two;
       uint32_t third, both;
       memcpy(&first_two, block + 4, sizeof first_two);
@@ -244,10 +252,11 @@ struct OfQ6K {
   struct Row {
     inline void begin(const OfQ6K& of, int64_t n) { codes = of.p.data + n * of.p.row_bytes; }
     template <bool FULL>
-    __attribute__((always_inline)) inline void load(const OfQ6K& of, int64_t step, __m512i* out, Floats* scale, Floats*) {
+    __attribute__((always_inline)) inline void load(const OfQ6K& of, int64_t step, __m512i* out, Floats* scale, Floats*,
+                                                          int64_t ahead) {
       const uint8_t* const block = codes + step * 210;
 #pragma GCC unroll 4
-      for (int i = 0; i < 210; i += 64) __builtin_prefetch(block + i + AHEAD, 0, 2);
+      for (int i = 0; i < 210; i += 64) __builtin_prefetch(block + i + ahead, 0, 2);
       const Floats d = broadcast(float16_to_float(half_bits(block + 208)));
       const Floats scales = multiply(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(block + 192))));
 #pragma GCC unroll 4
@@ -285,56 +294,82 @@ __attribute__((always_inline)) inline __m512i dot(const __m512i* codes, const ch
   return _mm512_add_epi32(upper, add_products(_mm512_loadu_si512(x + 64 * BYTES), 0));
 }
 
-// One row of the weight after another: two at a time share what is read of x, and came at 0.6 of the speed, as memory does not
-// foresee two streams (4096x1024 of q8_0, one thread of a loaded Zen 4: 2.5 of a plain read in place of 1.5).
-template <class Format, int BYTES, int MR>
-void rows_of_x(const QuantizedProduct& p, int64_t begin, int64_t end) {
+// The columns of NR rows of the weight, from row n on.
+template <class Format, int BYTES, int MR, int NR>
+inline void tile_of_rows(const QuantizedProduct& p, const Format& format, int64_t n) {
   constexpr StepShape SHAPE = Format::SHAPE;
   constexpr int VECTORS = Format::VECTORS, JOINED = Format::ALIKE ? VECTORS : 1;
   constexpr int64_t SIZE = SHAPE.size(BYTES), OF_VECTOR = SHAPE.bytes_of_vector(BYTES);
   constexpr bool HAS_OFFSET = SHAPE.offset != 0 && !Format::SHIFTED;
   const int64_t steps = (p.k + SHAPE.columns - 1) / SHAPE.columns, full = p.k / SHAPE.columns;
-  const char* const packed = static_cast<const char*>(p.x);
-  const Format format(p);
-  for (int64_t n = begin; n < end; ++n) {
-    const char* x = packed;
-    const float* factors = reinterpret_cast<const float*>(packed + steps * MR * SIZE);
-    typename Format::Row row;
-    row.begin(format, n);
-    Floats totals[MR];
+  const char* x = static_cast<const char*>(p.x);
+  const float* factors = reinterpret_cast<const float*>(x + steps * MR * SIZE);
+  // as far as the same columns of rows that come later
+  const int64_t at_once = NR * p.row_bytes;
+  const int64_t ahead = NR == 1 || at_once == 0 ? AHEAD : (AHEAD + at_once - 1) / at_once * at_once;
+  typename Format::Row rows[NR];
+  Floats totals[NR][MR];
 #pragma GCC unroll 4
-    for (int i = 0; i < MR; ++i) totals[i] = zeros();
-    __m512i codes[VECTORS];
-    Floats scale[VECTORS], shift;
-    const auto multiply_step = [&]() __attribute__((always_inline)) {
+  for (int j = 0; j < NR; ++j) {
+    rows[j].begin(format, n + j);
 #pragma GCC unroll 4
-      for (int i = 0; i < MR; ++i, x += SIZE) {
-        Floats part = zeros();
-        if (Format::SHIFTED) part = multiply(shift, load(reinterpret_cast<const float*>(x + VECTORS * OF_VECTOR)));
+    for (int i = 0; i < MR; ++i) totals[j][i] = zeros();
+  }
+  const auto multiply_step = [&](int j, const __m512i* codes, const Floats* scale,
+                                 Floats shift) __attribute__((always_inline)) {
+    const char* its = x;
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v += JOINED) {
-          const __m512i sums = dot<BYTES, JOINED, OF_VECTOR, HAS_OFFSET>(codes + v, x + v * OF_VECTOR);
-          part = multiply_add(_mm512_cvtepi32_ps(sums), scale[v], part);
-        }
-        totals[i] = multiply_add(part, broadcast(factors[i]), totals[i]);
+    for (int i = 0; i < MR; ++i, its += SIZE) {
+      Floats part = zeros();
+      if (Format::SHIFTED) part = multiply(shift, load(reinterpret_cast<const float*>(its + VECTORS * OF_VECTOR)));
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v += JOINED) {
+        const __m512i sums = dot<BYTES, JOINED, OF_VECTOR, HAS_OFFSET>(codes + v, its + v * OF_VECTOR);
+        part = multiply_add(_mm512_cvtepi32_ps(sums), scale[v], part);
       }
-      factors += MR;
-    };
+      totals[j][i] = multiply_add(part, broadcast(factors[i]), totals[j][i]);
+    }
+  };
 #pragma GCC unroll 1
-    for (int64_t step = 0; step < full; ++step) {
-      row.template load<true>(format, step, codes, scale, &shift);
-      multiply_step();
-    }
-    if (full < steps) {
-      row.template load<false>(format, full, codes, scale, &shift);
-      multiply_step();
-    }
-    const float added = p.bias == nullptr ? 0.0f : load_number(p.bias, n, p.bias_dtype);
+  for (int64_t step = 0; step < full; ++step, x += MR * SIZE, factors += MR) {
 #pragma GCC unroll 4
-    for (int i = 0; i < MR; ++i) {
-      store_number(p.y, i * p.n + n, p.y_dtype, sum(totals[i]) * Format::FACTOR + added);
+    for (int j = 0; j < NR; ++j) {
+      __m512i codes[VECTORS];
+      Floats scale[VECTORS], shift;
+      rows[j].template load<true>(format, step, codes, scale, &shift, ahead);
+      multiply_step(j, codes, scale, shift);
     }
   }
+  if (full < steps) {
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; ++j) {
+      __m512i codes[VECTORS];
+      Floats scale[VECTORS], shift;
+      rows[j].template load<false>(format, full, codes, scale, &shift, ahead);
+      multiply_step(j, codes, scale, shift);
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < NR; ++j) {
+    const float added = p.bias == nullptr ? 0.0f : load_number(p.bias, n + j, p.bias_dtype);
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; ++i) {
+      store_number(p.y, i * p.n + n + j, p.y_dtype, sum(totals[j][i]) * Format::FACTOR + added);
+    }
+  }
+}
+
+// One row of the weight after another: two at a time share what is read of x, and came at 0.6 of the speed, as memory does not
+// foresee two streams (4096x1024 of q8_0, one thread of a loaded Zen 4: 2.5 of a plain read in place of 1.5). Intel's have more
+// loads in flight over several rows.
+template <class Format, int BYTES, int MR>
+void rows_of_x(const QuantizedProduct& p, int64_t begin, int64_t end) {
+  const Format format(p);
+  int64_t n = begin;
+  if (MR == 1 && is_intel()) {
+    for (; n + AT_ONCE <= end; n += AT_ONCE) tile_of_rows<Format, BYTES, MR, AT_ONCE>(p, format, n);
+  }
+  for (; n < end; ++n) tile_of_rows<Format, BYTES, MR, 1>(p, format, n);
 }
 
 template <class Format, int BYTES>

@@ -136,6 +136,24 @@ def test_the_ends_of_the_range_are_the_definitions(level: int, dtype: torch.dtyp
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@LEVELS
+def test_scores_that_rise_and_fall_over_the_keys(level: int, dtype: torch.dtype) -> None:
+    """Largest scores in any block of keys, a little or far above those before, and blocks that are all hidden."""
+    query, key, value = heads((1, 4, 1100, 4, 2, 16, 24), dtype)
+    query[..., 0], steps = 4.0, torch.arange(1100)
+    for heights in (steps / 30, 40 - steps / 30, steps // 256 * 3.0, (steps // 300 % 2) * 60.0, steps * 0.0 - 5):
+        key[..., 0] = heights[:, None].to(dtype)
+        for options in (
+            {}, {"mask": steps >= 520}, {"sinks": torch.tensor([0.0, 30.0, -9.0, 60.0])}, {"causal": True},
+            {"bias": heights.expand(1, 1100)}, {"dropout_prob": 0.4, "seed": 3}, {"softcap": 40.0},
+        ):  # fmt: skip
+            expected = native.attention(query.double(), key.double(), value.double(), **wide(options))[0]
+            got = cpu.run(query, key, value, resolve(query, key, value, **options), level)
+            check(got, expected, dtype, heights, options)
+
+
+@needs_library
 def test_several_threads_give_the_bits_of_one() -> None:
     query, key, value = heads((2, 300, 300, 4, 2, 32, 32), torch.bfloat16)
     call = resolve(query, key, value, causal=True)

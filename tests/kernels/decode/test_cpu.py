@@ -72,6 +72,22 @@ def test_every_feature_at_odd_sizes(level: int, dtype: torch.dtype) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
+@pytest.mark.parametrize("heads_inside", [True, False])
+def test_all_heads_of_many_sequences(heads_inside: bool, dtype: torch.dtype) -> None:
+    """So many that the heads of a sequence are one task: they take turns, some at a time, whichever way they lie."""
+    generator = torch.Generator().manual_seed(0)
+    for kv_heads in (1, 2, 3, 4, 6, 8):
+        for size in ((64, 70, 2 * kv_heads, kv_heads, 24, 20), (32, 290, kv_heads, kv_heads, 16, 16)):
+            query, key, value = tensors(size, generator, dtype)
+            if not heads_inside:
+                key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+            lengths = torch.randint(0, size[1] + 1, (size[0],), generator=generator)
+            for given in ({}, {"lengths": lengths, "causal": True, "sliding_window": 40}):
+                compare(query, key, value, library.BEST, given)
+
+
+@needs_library
 def test_any_layout() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in cpu.DTYPES:

@@ -89,6 +89,29 @@ def test_every_code(level: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("level", range(len(library.LEVELS)), ids=library.LEVELS)
+def test_small_codes_and_nan_stay_in_their_places(level: int) -> None:
+    """float8_e4m3fn of several rows at once: 0, subnormal numbers and NaN change nothing beside them."""
+    generator = torch.Generator().manual_seed(level)
+    codes = torch.randint(8, 127, (9, 330), generator=generator)
+    codes += torch.randint(0, 2, (9, 330), generator=generator) * 128
+    codes[1, 70:80], codes[2, 200:208], codes[8, 329], codes[4, :64] = 0, torch.arange(8) + 128, 5, torch.arange(64) % 8
+    for broken, nan in ((None, 0), (3, 0x7F), (7, 0xFF)):
+        stored = codes.clone()
+        if broken is not None:
+            stored[broken, 130 if broken == 3 else 329] = nan
+        scale = torch.rand(9, 3, generator=generator) + 0.5
+        weight = QuantizedWeight(stored.byte().view(torch.float8_e4m3fn), scale, None, "fp8_e4m3fn", (9, 330), 128)
+        clean = [row for row in range(9) if row != broken]
+        for rows in (1, 2, 3, 4, 6):
+            x = torch.randn(rows, 330, generator=generator)
+            got = cpu.run(x, weight, None, level)
+            expected = native.quantized_matmul(x.double(), weight, None)
+            assert relative_rms_error(got[:, clean], expected[:, clean]) <= 1e-6, (rows, broken)
+            assert broken is None or got[:, broken].isnan().all()
+
+
+@needs_library
 @pytest.mark.parametrize("format", cpu.FORMATS)
 def test_bfloat16_rows_meet_every_code_and_infinities(format: str) -> None:
     """Codes that become bfloat16: subnormal numbers and NaN among them, and x that is infinite or NaN."""
