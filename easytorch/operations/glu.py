@@ -11,6 +11,7 @@ from torch import Tensor
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.glu import cpu, native
+from easytorch.kernels.repeated.steps import GIVEN, RESULT, Operator, Steps
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -46,6 +47,7 @@ class _GatedLinearUnit(OperationImpl):
         return kernel(self.cast(gate), self.cast(up), *options, **named)
 
 
+_TIMES_UP = Operator("aten::mul", (RESULT, GIVEN[1]), "Tensor")
 _silu: Callable[[Tensor], Tensor] = torch._C._nn.silu  # F.silu without the Python around it
 
 
@@ -67,7 +69,9 @@ class SwiGLU(_GatedLinearUnit):
         return self.run(native.swiglu, gate, up)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        return _swiglu_by_aten if choice.backend == "aten" and not kwargs else None
+        if choice.backend != "aten" or kwargs:
+            return None
+        return Steps(_swiglu_by_aten, (Operator("aten::silu", GIVEN[:1]), _TIMES_UP))
 
     def run_cpp(self, gate: Tensor, up: Tensor) -> Tensor:
         return cpu.run(gate, up, cpu.SILU, library.BEST)
@@ -94,7 +98,10 @@ class GeGLU(_GatedLinearUnit):
         if choice.backend != "aten":
             return None
         approximate = kwargs.get("approximate", "none")
-        return lambda gate, up: F.gelu(gate, approximate=approximate) * up
+        return Steps(
+            lambda gate, up: F.gelu(gate, approximate=approximate) * up,
+            (Operator("aten::gelu", (GIVEN[0], approximate)), _TIMES_UP),
+        )
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""

@@ -13,6 +13,7 @@ from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear import cpu, native, onednn, products
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
 from easytorch.operations.dispatch.base import backend
+from easytorch.kernels.repeated.steps import GIVEN, Operator, Steps
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -69,8 +70,9 @@ class Linear(OperationImpl):
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         # 16 bits may be multiplied otherwise where gradients are recorded
-        plain = choice.backend == "aten" and args[0].dtype is torch.float32
-        return _linear if plain and kwargs.keys() <= {"bias"} else None
+        if choice.backend != "aten" or args[0].dtype is not torch.float32 or not kwargs.keys() <= {"bias"}:
+            return None
+        return Steps(_linear, (Operator("aten::linear", (*GIVEN[: len(args)], *[None] * (3 - len(args)))),))
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from easytorch.kernels.cpu import build, fakes
+from easytorch.kernels.repeated import library as repeated
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +88,13 @@ def _try_to_load() -> str | None:
             "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)",
             path.parent,
         )
-    try:
-        path = build.build()
-    except build.BuildError as error:
-        logger.warning("no C++ kernels: %s", error)
-        return str(error)
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(repeated.load)  # compiled meanwhile
+        try:
+            path = build.build()
+        except build.BuildError as error:
+            logger.warning("no C++ kernels: %s", error)
+            return str(error)
     return _load_file(path)
 
 
