@@ -12,8 +12,8 @@ from torch import Tensor
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear import cpu, native, onednn, products
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
-from easytorch.operations.dispatch.base import backend
 from easytorch.kernels.repeated.steps import GIVEN, Operator, Steps
+from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.registry import OperationRegistry

@@ -10,16 +10,19 @@
 
 namespace easytorch {
 
+using Pairs = std::vector<std::pair<Reference, Reference>>;
+
 // An object that the result is given in: of that type, the first attribute the result, the others as here.
 struct Output {
   Reference type;
-  std::vector<std::pair<Reference, Reference>> attributes;
+  Pairs attributes;
 
   // Takes `result`; null with an exception where memory is short.
   PyObject* of(Reference result) const {
     const Reference none = Reference::taking(PyTuple_New(0));
     if (!none) return nullptr;
-    Reference made = Reference::taking(PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(type.get()), none.get(), nullptr));
+    auto* const of_type = reinterpret_cast<PyTypeObject*>(type.get());
+    Reference made = Reference::taking(PyBaseObject_Type.tp_new(of_type, none.get(), nullptr));
     if (!made) return nullptr;
     for (const auto& [name, value] : attributes) {
       if (PyObject_GenericSetAttr(made.get(), name.get(), value ? value.get() : result.get()) != 0) return nullptr;
@@ -42,10 +45,10 @@ inline bool same(PyObject* one, PyObject* other) {
 struct KeptCall {
   ThreadState state;
   std::vector<TensorKey> tensors;
-  std::vector<Reference> values;                          // the positional arguments after them
-  std::vector<std::pair<Reference, Reference>> named;     // those by name
-  std::vector<std::pair<Reference, Reference>> switches;  // functions without arguments, and the object that each must give
-  Reference run;                                          // a function of the tensors, where `steps` has none
+  std::vector<Reference> values;  // the positional arguments after them
+  Pairs named;                    // those by name
+  Pairs switches;                 // functions without arguments, and the object that each must give
+  Reference run;                  // a function of the tensors, where `steps` has none
   Steps steps;
   std::optional<Output> output;
 

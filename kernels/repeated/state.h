@@ -5,7 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "python.h"
+#include "references.h"
 
 namespace easytorch {
 
@@ -26,12 +26,12 @@ struct ThreadState {
 // Switches that are read where Python keeps them.
 class Switches {
  public:
-  // environment: dict without `names` while nothing is forced or compared. compiling: a module's dict and the name of the
-  // flag in it. levels: likewise, of the level of forward-mode gradients, `outside` of all of them.
+  // environment: dict without `names` while nothing is forced or compared. compiling: a module's dict and the name of
+  // the flag in it. levels: likewise, of the level of forward-mode gradients, `outside` of all of them.
   bool set(PyObject* args) {
     PyObject *environment, *names, *compiling, *flag, *levels, *level, *outside;
-    if (!PyArg_ParseTuple(args, "O!O!O!UO!UO!", &PyDict_Type, &environment, &PyTuple_Type, &names, &PyDict_Type, &compiling,
-                          &flag, &PyDict_Type, &levels, &level, &PyLong_Type, &outside)) {
+    if (!PyArg_ParseTuple(args, "O!O!O!UO!UO!", &PyDict_Type, &environment, &PyTuple_Type, &names, &PyDict_Type,
+                          &compiling, &flag, &PyDict_Type, &levels, &level, &PyLong_Type, &outside)) {
       return false;
     }
     environment_ = Reference::to(environment), names_ = Reference::to(names);
@@ -40,8 +40,8 @@ class Switches {
     return true;
   }
 
-  // Whether nothing is forced, compared, compiled, differentiated forward or given to a mode of torch's functions. False
-  // too where that cannot be said; no exception is set.
+  // Whether nothing is forced, compared, compiled, differentiated forward or given to a mode of torch's functions.
+  // False too where that cannot be said; no exception is set.
   bool untouched() const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_.get()); ++i) {
       if (const int there = PyDict_Contains(environment_.get(), PyTuple_GET_ITEM(names_.get(), i)); there != 0) {

@@ -50,7 +50,7 @@ class Steps(NamedTuple):
     operators: tuple[Operator, ...]
     given_turned: bool = False
     result_turned: bool = False
-    switches: Mapping[Callable[[], Any], Any] = {}  # noqa: RUF012 - nothing writes into it
+    switches: Mapping[Callable[[], Any], Any] = {}
     output: Output | None = None
 
     def __call__(self, *tensors: Any) -> Any:

@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "python.h"
+#include <stdexcept>
+
+#include "references.h"
 
 // Of libtorch_python; its header would take ten times as long to compile as everything here.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
@@ -28,8 +30,8 @@ struct TensorTypes {
 
 // Dense, on the CPU and of no wrapper: sizes and strides are plain numbers that are in the tensor.
 inline bool dense(const c10::TensorImpl& tensor) {
-  constexpr c10::DispatchKeySet keys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView,
-                                      c10::DispatchKey::AutocastCPU});
+  constexpr c10::DispatchKeySet keys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                      c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutocastCPU});
   const uint64_t of_tensor = tensor.key_set().raw_repr();
   return (of_tensor & ~keys.raw_repr()) == 0 && tensor.key_set().has(c10::DispatchKey::CPU);
 }
@@ -38,7 +40,8 @@ inline bool dense(const c10::TensorImpl& tensor) {
 class TensorKey {
  public:
   TensorKey(PyTypeObject* type, const c10::TensorImpl& tensor)
-      : type_(type), keys_(tensor.key_set()), dtype_(tensor.dtype()), grad_(tensor.requires_grad()), dim_(tensor.dim()) {
+      : type_(type), keys_(tensor.key_set()), dtype_(tensor.dtype()), grad_(tensor.requires_grad()),
+        dim_(tensor.dim()) {
     for (int64_t d = 0; d < dim_; ++d) sizes_[d] = tensor.sizes()[d], strides_[d] = tensor.strides()[d];
   }
 
@@ -66,6 +69,7 @@ inline at::Tensor turned(const at::Tensor& tensor) {
                                                              tensor.key_set(), tensor.dtype());
   int64_t sizes[MOST_DIMS], strides[MOST_DIMS];
   const int64_t dim = tensor.dim();
+  if (dim < 3 || dim > MOST_DIMS) throw std::invalid_argument("(B, T, H, D) are needed");
   for (int64_t d = 0; d < dim; ++d) {
     const int64_t from = d == 1 ? 2 : d == 2 ? 1 : d;
     sizes[d] = tensor.sizes()[from], strides[d] = tensor.strides()[from];

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from easytorch.kernels.attention.aten_fused import LANES
-from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.attention.cpp_call import NO_NUMBERS, NO_TENSORS
+from easytorch.kernels.attention.layout import readable
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decode import cpu
 from easytorch.kernels.interop.torch_func import recording
