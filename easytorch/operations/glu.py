@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import last_dim_contiguous
 from easytorch.kernels.glu import cpu, native
+from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.repeated.steps import GIVEN, RESULT, Operator, Steps
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -55,6 +57,13 @@ def _swiglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
     return _silu(gate) * up
 
 
+def _shortcut_of_cpp(gate: Tensor, up: Tensor, activation: int) -> Steps | None:
+    if recording(gate, up) or last_dim_contiguous(gate) is not gate or last_dim_contiguous(up) is not up:
+        return None
+    operator = Operator("easytorch_cpu::glu", (*GIVEN[:2], activation, library.BEST))
+    return Steps(lambda gate, up: cpu.run(gate, up, activation, library.BEST), (operator,))
+
+
 @OperationRegistry.register
 class SwiGLU(_GatedLinearUnit):
     """`swiglu(gate, up)`: silu(gate) * up, (..., N) and (..., N) -> (..., N)."""
@@ -69,7 +78,9 @@ class SwiGLU(_GatedLinearUnit):
         return self.run(native.swiglu, gate, up)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        if choice.backend != "aten" or kwargs:
+        if choice.method == "forward_cpp":
+            return _shortcut_of_cpp(*args, cpu.SILU)
+        if choice.backend != "aten":
             return None
         return Steps(_swiglu_by_aten, (Operator("aten::silu", GIVEN[:1]), _TIMES_UP))
 
@@ -95,9 +106,11 @@ class GeGLU(_GatedLinearUnit):
         return self.run(native.geglu, gate, up, approximate)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        approximate = kwargs.get("approximate", "none")
+        if choice.method == "forward_cpp":
+            return _shortcut_of_cpp(*args, cpu.GELU[approximate])
         if choice.backend != "aten":
             return None
-        approximate = kwargs.get("approximate", "none")
         return Steps(
             lambda gate, up: F.gelu(gate, approximate=approximate) * up,
             (Operator("aten::gelu", (GIVEN[0], approximate)), _TIMES_UP),

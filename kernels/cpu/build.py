@@ -40,6 +40,7 @@ LEVELS = {
 }
 # What a source names if it differs at a level from the one below it; others are not compiled for it.
 _NAMED = {"avx512_vnni": "__AVX512VNNI__"}
+_OFF = ("0", "false", "no", "off")
 # How many libraries are kept; building one deletes the oldest.
 KEPT = 8
 # Seconds a failure of the compiler is remembered, so that not every process tries: memory or disk may have been short.
@@ -70,6 +71,12 @@ def compiler() -> list[str] | None:
         if (tool := shutil.which(name)) is not None:
             return [tool, *arguments]
     return None
+
+
+def switched_off() -> str | None:
+    """The reason why nothing in C++ is built or loaded, where the user has said so, else None."""
+    value = os.environ.get("EASYTORCH_CPU_KERNELS", "")
+    return f"EASYTORCH_CPU_KERNELS={value}" if value.strip().lower() in _OFF else None
 
 
 def refusal() -> str | None:
@@ -272,3 +279,6 @@ def _trim(newest: Path) -> None:
 if __name__ == "__main__":
     began = time.perf_counter()
     print(f"{build()} ({time.perf_counter() - began:.1f} s)")
+    from easytorch.kernels.repeated import build as repeated
+
+    print(repeated.refusal() or repeated.build())

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from easytorch.kernels.cpu.build import BuildError, built
+from easytorch.kernels.cpu.build import BuildError, built, switched_off
 from easytorch.kernels.repeated import build
 from easytorch.kernels.repeated.steps import RESULT, Given
 
 logger = logging.getLogger(__name__)
 
 _module: Any = None
-_reason: str | None = "the C++ kernels are not loaded"
+_reason: str | None = None  # why it could not be loaded
 
 
 def module() -> Any:
@@ -41,8 +41,10 @@ def described() -> str:
     """Its state in one line; builds nothing."""
     if _module is not None:
         return f"found in C++: {_module.__file__}"
-    reason = build.refusal() or (_reason if built(build.path()) else "compiled with the C++ kernels, in a few seconds")
-    return f"found in Python: {reason}"
+    reason = _reason or switched_off() or build.refusal()
+    if reason is not None:
+        return f"found in Python: {reason}"
+    return f"built: {build.path()}" if built(build.path()) else "not built yet: compiled with the C++ kernels"
 
 
 def switches() -> tuple[dict[str, Any], str, dict[str, Any], str, int]:
@@ -60,6 +62,11 @@ def _prepared(path: Path) -> Any:
         loader.exec_module(made)
     except (ImportError, OSError) as error:
         raise BuildError(f"{path} does not load ({error}); remove it to have it built again") from error
+    _tell(made)
+    return made
+
+
+def _tell(made: Any) -> None:
     tensor, parameter = torch.empty(1), torch.nn.Parameter(torch.empty(1))
     if not made.set_tensors(tensor, tensor._cdata, parameter, parameter._cdata):
         raise BuildError("this torch lays out a tensor of Python otherwise")
@@ -67,4 +74,3 @@ def _prepared(path: Path) -> Any:
     if compiling.get(flag) is not False or levels.get(level) != outside:
         raise BuildError("this torch says otherwise whether it compiles, and at which level of forward mode it is")
     made.set_marks(RESULT, Given)
-    return made

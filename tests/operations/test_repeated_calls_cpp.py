@@ -59,7 +59,10 @@ def examples() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "rms_norm", (wide.bfloat16(), None, 0.25), {}
     yield "layer_norm", (draw(3, 8), draw(8), None, 0.5), {}
     yield "swiglu", (draw(3, 8), draw(3, 8)), {}
+    yield "swiglu", (wide, wide + 1), {}
     yield "geglu", (draw(3, 8), draw(3, 8), "tanh"), {}
+    yield "geglu", (wide, wide + 1), {"approximate": "tanh"}
+    yield "linear", (draw(2, 64, dtype=torch.bfloat16), draw(4096, 64, dtype=torch.bfloat16)), {}
     yield "attention", (heads, heads + 1, heads - 1), {"causal": True, "mask": None, "softmax_scale": 1.0}
     yield "attention", (one, heads, heads + 1), {"causal": True}
 
