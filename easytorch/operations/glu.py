@@ -57,8 +57,8 @@ def _swiglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
     return _silu(gate) * up
 
 
-def _shortcut_of_cpp(gate: Tensor, up: Tensor, activation: int) -> Steps | None:
-    if recording(gate, up) or last_dim_contiguous(gate) is not gate or last_dim_contiguous(up) is not up:
+def _shortcut_of_cpp(args: tuple[Tensor, ...], activation: int) -> Steps | None:
+    if recording(*args) or any(last_dim_contiguous(one) is not one for one in args):
         return None
     operator = Operator("easytorch_cpu::glu", (*GIVEN[:2], activation, library.BEST))
     return Steps(lambda gate, up: cpu.run(gate, up, activation, library.BEST), (operator,))
@@ -79,7 +79,7 @@ class SwiGLU(_GatedLinearUnit):
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         if choice.method == "forward_cpp":
-            return _shortcut_of_cpp(*args, cpu.SILU)
+            return _shortcut_of_cpp(args, cpu.SILU)
         if choice.backend != "aten":
             return None
         return Steps(_swiglu_by_aten, (Operator("aten::silu", GIVEN[:1]), _TIMES_UP))
@@ -108,7 +108,7 @@ class GeGLU(_GatedLinearUnit):
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         approximate = kwargs.get("approximate", "none")
         if choice.method == "forward_cpp":
-            return _shortcut_of_cpp(*args, cpu.GELU[approximate])
+            return _shortcut_of_cpp(args, cpu.GELU[approximate])
         if choice.backend != "aten":
             return None
         return Steps(

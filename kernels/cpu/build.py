@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -279,6 +280,4 @@ def _trim(newest: Path) -> None:
 if __name__ == "__main__":
     began = time.perf_counter()
     print(f"{build()} ({time.perf_counter() - began:.1f} s)")
-    from easytorch.kernels.repeated import build as repeated
-
-    print(repeated.refusal() or repeated.build())
+    runpy.run_module("easytorch.kernels.repeated.build", run_name="__main__")  # which imports this file

@@ -70,3 +70,7 @@ def _key(flags: tuple[str, ...], torch_version: str) -> str:
     python = sysconfig.get_config_var("EXT_SUFFIX")
     found.update(repr((flags, torch_version, platform.machine(), python, sys.version_info[:2])).encode())
     return found.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(refusal() or build())

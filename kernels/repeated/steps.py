@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -39,7 +40,8 @@ class Output(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """`run(*tensors)`, and operators that compute the same.
 
     given_turned, result_turned: whether (B, T, H, D) are seen as (B, H, T, D) in the tensors given and in the result.
@@ -50,7 +52,7 @@ class Steps(NamedTuple):
     operators: tuple[Operator, ...]
     given_turned: bool = False
     result_turned: bool = False
-    switches: Mapping[Callable[[], Any], Any] = {}
+    switches: Mapping[Callable[[], Any], Any] = field(default_factory=dict)
     output: Output | None = None
 
     def __call__(self, *tensors: Any) -> Any:

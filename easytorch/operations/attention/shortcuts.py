@@ -78,8 +78,8 @@ def decode_shortcut(
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> bool:
     """Whether ATen's attention takes its flash kernel for such a call."""
-    heads = [one.transpose(1, 2) for one in (query, key, value)]
-    chosen: int = torch._fused_sdp_choice(*heads, None, 0.0, causal, scale=scale)
+    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    chosen: int = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale)
     return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
