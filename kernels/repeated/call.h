@@ -42,12 +42,17 @@ inline bool same(PyObject* one, PyObject* other) {
   return equal == 1;
 }
 
+// Numbers of all tensors of a call that keeps Python's lock: giving it away and taking it again is 1 to 4 % of the
+// time, and with so few no other thread waits for a millisecond.
+constexpr int64_t BRIEF = 1 << 13;
+
 struct KeptCall {
   ThreadState state;
   std::vector<TensorKey> tensors;
   std::vector<Reference> values;  // the positional arguments after them
   Pairs named;                    // those by name
   Pairs switches;                 // functions without arguments, and the object that each must give
+  bool brief = false;             // whether it keeps Python's lock
   Reference run;                  // a function of the tensors, where `steps` has none
   Steps steps;
   std::optional<Output> output;

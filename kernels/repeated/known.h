@@ -102,6 +102,7 @@ inline PyObject* known_add(PyObject* self, PyObject* given) {
     for (Py_ssize_t i = tensors; i < PyTuple_GET_SIZE(args); ++i) {
       call->values.push_back(Reference::to(PyTuple_GET_ITEM(args, i)));
     }
+    call->brief = numbers_of(args, tensors) <= BRIEF;
     call->named = pairs_of(kwargs), call->switches = pairs_of(asked);
     if (operators == Py_None) call->run = Reference::to(run);
     else call->steps = {operators_of(operators, tensors), given_turned != 0, result_turned != 0};

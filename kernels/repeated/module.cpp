@@ -33,7 +33,8 @@ PyObject* run(const KeptCall& call, PyObject* args) {
     }
     at::Tensor result;
     {
-      const Unlocked unlocked;
+      std::optional<Unlocked> unlocked;
+      if (!call.brief) unlocked.emplace();
       result = call.steps.run(given.data());
     }
     Reference made = Reference::taking(THPVariable_Wrap(result));

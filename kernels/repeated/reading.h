@@ -62,6 +62,12 @@ inline std::vector<TensorKey> keys_of(PyObject* args, Py_ssize_t count) {
   return found;
 }
 
+inline int64_t numbers_of(PyObject* args, Py_ssize_t count) {
+  int64_t found = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) found += told.types.of(PyTuple_GET_ITEM(args, i)).numel();
+  return found;
+}
+
 // output: None, or a type and the dict of an object's attributes, the first of which is the result.
 inline std::optional<Output> output_of(PyObject* output) {
   if (output == Py_None) return {};

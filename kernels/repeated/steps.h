@@ -1,22 +1,13 @@
 // What a shortcut runs: operators of torch, ours among them, one after another (steps.py).
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <stdexcept>
 #include <string>
-#include <vector>
 
-#include "tensors.h"
+#include "references.h"
+#include "typed.h"
 
 namespace easytorch {
-
-// An argument of an operator: a tensor of the call, the result of the operator before, or what is always the same.
-struct Argument {
-  enum Kind { CONSTANT, GIVEN, RESULT } kind;
-  int64_t place;  // of a given tensor
-  c10::IValue value;
-};
 
 // A constant of Python, or `std::invalid_argument`.
 inline c10::IValue constant_of(PyObject* object, const TensorTypes& types) {
@@ -47,25 +38,15 @@ class Operator {
  public:
   // `std::exception` for an operator that is not registered, or takes another number of arguments.
   Operator(const char* name, const char* overload, std::vector<Argument> arguments)
-      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload)), arguments_(std::move(arguments)) {
-    const auto& expected = handle_.schema().arguments();
-    if (arguments_.size() != expected.size()) throw std::invalid_argument("an operator takes other arguments");
-    const bool tensors = arguments_.size() == 3 && arguments_[0].kind == Argument::GIVEN &&
-                         arguments_[1].kind == Argument::GIVEN &&
-                         (arguments_[2].kind == Argument::GIVEN || arguments_[2].value.isNone());
-    const auto optional = c10::OptionalType::ofTensor();
-    if (tensors && *expected[0].type() == *c10::TensorType::get() && *expected[1].type() == *c10::TensorType::get() &&
-        *expected[2].type() == *optional && handle_.schema().returns().size() == 1) {
-      product_ = handle_.typed<Product>();
+      : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload)), arguments_(std::move(arguments)),
+        typed_(typed_of(handle_, name, arguments_)) {
+    if (arguments_.size() != handle_.schema().arguments().size()) {
+      throw std::invalid_argument("an operator takes other arguments");
     }
   }
 
   at::Tensor run(const at::Tensor* given, at::Tensor before) const {
-    if (product_) {
-      std::optional<at::Tensor> third;
-      if (arguments_[2].kind == Argument::GIVEN) third = given[arguments_[2].place];
-      return product_->call(given[arguments_[0].place], given[arguments_[1].place], third);
-    }
+    if (typed_) return typed_(given);
     torch::jit::Stack stack;
     stack.reserve(arguments_.size());
     for (const Argument& one : arguments_) {
@@ -78,11 +59,9 @@ class Operator {
   }
 
  private:
-  using Product = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&);
-
   c10::OperatorHandle handle_;
   std::vector<Argument> arguments_;
-  std::optional<c10::TypedOperatorHandle<Product>> product_;  // a stack takes 4 % of a product of few numbers
+  Typed typed_;
 };
 
 struct Steps {
