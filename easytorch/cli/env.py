@@ -41,7 +41,7 @@ def command(
 
 def collect() -> dict[str, Any]:
     """Everything the command shows, as plain data that `json` can write."""
-    from easytorch.operations.dispatch.table import choices, cpu_kernels
+    from easytorch.operations.dispatch.table import choices, cpu_kernels, repeated_calls
 
     return {
         "easytorch": easytorch.__version__,
@@ -50,6 +50,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _cpu(),
         "cpu_kernels": cpu_kernels(),
+        "repeated_calls": repeated_calls(),
         "devices": _devices(),
         "operations": [choice._asdict() for choice in choices()],
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)},
@@ -67,6 +68,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     cpu = facts["cpu"]
     devices.add_row("cpu", cpu["model"], f"{cpu['cores']} cores, torch uses {cpu['torch_threads']} threads")
     devices.add_row("cpu", "C++ kernels", facts["cpu_kernels"])
+    devices.add_row("cpu", "repeated calls", facts["repeated_calls"])
     for device in facts["devices"]:
         devices.add_row(device["platform"], device["name"], device["detail"])
     console.print(versions, devices, operations_table(facts["operations"]))

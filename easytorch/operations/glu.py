@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import last_dim_contiguous
 from easytorch.kernels.glu import cpu, native
+from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.repeated.steps import GIVEN, RESULT, Operator, Steps
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -46,11 +49,19 @@ class _GatedLinearUnit(OperationImpl):
         return kernel(self.cast(gate), self.cast(up), *options, **named)
 
 
+_TIMES_UP = Operator("aten::mul", (RESULT, GIVEN[1]), "Tensor")
 _silu: Callable[[Tensor], Tensor] = torch._C._nn.silu  # F.silu without the Python around it
 
 
 def _swiglu_by_aten(gate: Tensor, up: Tensor) -> Tensor:
     return _silu(gate) * up
+
+
+def _shortcut_of_cpp(args: tuple[Tensor, ...], activation: int) -> Steps | None:
+    if recording(*args) or any(last_dim_contiguous(one) is not one for one in args):
+        return None
+    operator = Operator("easytorch_cpu::glu", (*GIVEN[:2], activation, library.BEST))
+    return Steps(lambda gate, up: cpu.run(gate, up, activation, library.BEST), (operator,))
 
 
 @OperationRegistry.register
@@ -67,7 +78,11 @@ class SwiGLU(_GatedLinearUnit):
         return self.run(native.swiglu, gate, up)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        return _swiglu_by_aten if choice.backend == "aten" and not kwargs else None
+        if choice.method == "forward_cpp":
+            return _shortcut_of_cpp(args, cpu.SILU)
+        if choice.backend != "aten":
+            return None
+        return Steps(_swiglu_by_aten, (Operator("aten::silu", GIVEN[:1]), _TIMES_UP))
 
     def run_cpp(self, gate: Tensor, up: Tensor) -> Tensor:
         return cpu.run(gate, up, cpu.SILU, library.BEST)
@@ -91,10 +106,15 @@ class GeGLU(_GatedLinearUnit):
         return self.run(native.geglu, gate, up, approximate)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        approximate = kwargs.get("approximate", "none")
+        if choice.method == "forward_cpp":
+            return _shortcut_of_cpp(args, cpu.GELU[approximate])
         if choice.backend != "aten":
             return None
-        approximate = kwargs.get("approximate", "none")
-        return lambda gate, up: F.gelu(gate, approximate=approximate) * up
+        return Steps(
+            lambda gate, up: F.gelu(gate, approximate=approximate) * up,
+            (Operator("aten::gelu", (GIVEN[0], approximate)), _TIMES_UP),
+        )
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:
         """As that of `swiglu`."""

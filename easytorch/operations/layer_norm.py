@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.layer_norm import cpu, native
+from easytorch.kernels.repeated.steps import GIVEN, Operator, Steps
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
 
@@ -49,7 +50,11 @@ class LayerNorm(OperationImpl):
         if choice.backend != "aten" or {one.dtype for one in args} != {torch.float32}:
             return None
         shape, eps = args[0].shape[-1:], kwargs.get("eps", 1e-5)
-        return lambda x, weight=None, bias=None: torch.layer_norm(x, shape, weight, bias, eps)
+        given = (GIVEN[0], tuple(shape), *GIVEN[1 : len(args)], *[None] * (3 - len(args)))
+        return Steps(
+            lambda x, weight=None, bias=None: torch.layer_norm(x, shape, weight, bias, eps),
+            (Operator("aten::layer_norm", (*given, float(eps), True)),),
+        )
 
     def forward_native(
         self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import ABSENT
 from easytorch.kernels.interop.torch_func import recording
 from easytorch.kernels.linear import cpu, native, onednn, products
 from easytorch.kernels.linear.preference import prefers_onednn, smallest_weight
+from easytorch.kernels.repeated.steps import GIVEN, Operator, Steps
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.metadata import OperationMetadata
@@ -68,9 +71,12 @@ class Linear(OperationImpl):
         return cpu.run(x, weight, bias)
 
     def shortcut(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        if choice.method == "forward_cpp":
+            return _shortcut_of_cpp(*args)
         # 16 bits may be multiplied otherwise where gradients are recorded
-        plain = choice.backend == "aten" and args[0].dtype is torch.float32
-        return _linear if plain and kwargs.keys() <= {"bias"} else None
+        if choice.backend != "aten" or args[0].dtype is not torch.float32 or not kwargs.keys() <= {"bias"}:
+            return None
+        return Steps(_linear, (Operator("aten::linear", (*GIVEN[: len(args)], *[None] * (3 - len(args)))),))
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.
@@ -112,6 +118,13 @@ class Linear(OperationImpl):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
+
+
+def _shortcut_of_cpp(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Steps | None:
+    if 0 in weight.shape or weight.stride(1) != 1 or (bias is not None and bias.stride(0) != 1):
+        return None
+    given = (*GIVEN[:2], ABSENT[x.dtype] if bias is None else GIVEN[2], library.BEST)
+    return Steps(lambda x, weight, bias=None: cpu.run(x, weight, bias), (Operator("easytorch_cpu::linear", given),))
 
 
 def _named(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.cpu.inference import ABSENT, last_dim_contiguous
 from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.repeated.steps import GIVEN, Operator, Steps
 from easytorch.kernels.rms_norm import cpu, native
 from easytorch.operations.dispatch.impl import Choice, OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -64,11 +66,22 @@ class RMSNorm(OperationImpl):
         if recording(*args):
             return None
         shape, eps = args[0].shape[-1:], kwargs.get("eps", 1e-6)
+        weight = GIVEN[1] if len(args) > 1 else None
         if choice.method == "forward_cpp":
-            return lambda x, weight=None: cpu.run(x, weight, eps, library.BEST)
+
+            def run(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+                return cpu.run(x, weight, eps, library.BEST)
+
+            if any(last_dim_contiguous(one) is not one for one in args):
+                return run
+            given = ABSENT[args[0].dtype] if weight is None else weight
+            return Steps(run, (Operator("easytorch_cpu::rms_norm", (GIVEN[0], given, float(eps), library.BEST)),))
         if choice.backend != "aten" or {one.dtype for one in args} != {torch.float32}:  # in 16 bits ATen rounds once
             return None
-        return lambda x, weight=None: torch.rms_norm(x, shape, weight, eps)
+        return Steps(
+            lambda x, weight=None: torch.rms_norm(x, shape, weight, eps),
+            (Operator("aten::rms_norm", (GIVEN[0], tuple(shape), weight, float(eps))),),
+        )
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
         return self.run(native.rms_norm, x, weight, eps)

@@ -15,11 +15,12 @@ import functools
 import hashlib
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +41,7 @@ LEVELS = {
 }
 # What a source names if it differs at a level from the one below it; others are not compiled for it.
 _NAMED = {"avx512_vnni": "__AVX512VNNI__"}
+_OFF = ("0", "false", "no", "off")
 # How many libraries are kept; building one deletes the oldest.
 KEPT = 8
 # Seconds a failure of the compiler is remembered, so that not every process tries: memory or disk may have been short.
@@ -72,6 +74,12 @@ def compiler() -> list[str] | None:
     return None
 
 
+def switched_off() -> str | None:
+    """The reason why nothing in C++ is built or loaded, where the user has said so, else None."""
+    value = os.environ.get("EASYTORCH_CPU_KERNELS", "")
+    return f"EASYTORCH_CPU_KERNELS={value}" if value.strip().lower() in _OFF else None
+
+
 def refusal() -> str | None:
     """None where the library is there or can be built here, else the reason."""
     if sys.platform == "win32":
@@ -86,8 +94,14 @@ def refusal() -> str | None:
 
 def library_path() -> Path:
     """The path of the library for these sources; without a compiler, of the newest that was built from them."""
-    kept, tool, sources_key = folder(), compiler(), _sources_key(_flags(), torch.__version__)
+    kept = folder()
     assert kept is not None, "refusal() says so"
+    return library_in(kept, _sources_key(_flags(), torch.__version__))
+
+
+def library_in(kept: Path, sources_key: str) -> Path:
+    """The path of a library in its folder, of the sources of that key."""
+    tool = compiler()
     if tool is None:
         made = _newest_first(kept.glob(f"{sources_key}-*.so"))
         return made[0] if made else kept / f"{sources_key}.so"
@@ -107,20 +121,24 @@ def build() -> Path:
     reason = refusal()
     if reason is not None:
         raise BuildError(reason)
-    path = library_path()
+    return build_into(library_path(), _compile)
+
+
+def build_into(path: Path, compile: Callable[[Path], Path]) -> Path:
+    """`path`, where the library is put that `compile` makes in the folder it is given, unless it is there."""
     if built(path):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
-                _compile_into(path)
+                _compile_into(path, compile)
     except OSError as error:
         raise BuildError(f"{path.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
     return path
 
 
-def _compile_into(path: Path) -> None:
+def _compile_into(path: Path, compile: Callable[[Path], Path]) -> None:
     """Compiles into `path`; the caller holds the lock."""
     failed, work = path.with_suffix(".failed"), path.with_suffix(".build")
     if failed.exists() and time.time() - failed.stat().st_mtime < REMEMBERED:
@@ -128,7 +146,7 @@ def _compile_into(path: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)  # left by a killed process
     work.mkdir()
     try:
-        made = _compile(work)
+        made = compile(work)
         with made.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(made, path)
@@ -262,3 +280,4 @@ def _trim(newest: Path) -> None:
 if __name__ == "__main__":
     began = time.perf_counter()
     print(f"{build()} ({time.perf_counter() - began:.1f} s)")
+    runpy.run_module("easytorch.kernels.repeated.build", run_name="__main__")  # which imports this file

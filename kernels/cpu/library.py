@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from easytorch.kernels.cpu import build, fakes
+from easytorch.kernels.repeated import library as repeated
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +19,6 @@ logger = logging.getLogger(__name__)
 LEVELS = tuple(build.LEVELS)
 BEST = len(LEVELS) - 1
 
-_OFF = ("0", "false", "no", "off")
 _lock = threading.Lock()
 _asked = False
 _reason: str | None = None
@@ -50,7 +51,7 @@ def described() -> str:
     """The state of the library in one line; builds nothing."""
     if _asked:
         return "ATen runs: " + _reason if _reason is not None else f"loaded from {_loaded}"
-    reason = _switched_off() or build.refusal()
+    reason = build.switched_off() or build.refusal()
     if reason is not None:
         return f"ATen runs: {reason}"
     path = build.library_path()
@@ -60,16 +61,11 @@ def described() -> str:
     return f"not built yet: the first call that gains by them compiles them with {tool} (about a minute, once)"
 
 
-def _switched_off() -> str | None:
-    value = os.environ.get("EASYTORCH_CPU_KERNELS", "")
-    return f"EASYTORCH_CPU_KERNELS={value}" if value.strip().lower() in _OFF else None
-
-
 def _load() -> str | None:
     global _asked, _reason
     with _lock:
         if not _asked:
-            _reason = _switched_off() or _try_to_load()
+            _reason = build.switched_off() or _try_to_load()
             _asked = True
             if _reason is not None:
                 logger.info("C++ kernels: %s; ATen runs", _reason)
@@ -86,11 +82,13 @@ def _try_to_load() -> str | None:
             "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)",
             path.parent,
         )
-    try:
-        path = build.build()
-    except build.BuildError as error:
-        logger.warning("no C++ kernels: %s", error)
-        return str(error)
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(repeated.load)  # compiled meanwhile
+        try:
+            path = build.build()
+        except build.BuildError as error:
+            logger.warning("no C++ kernels: %s", error)
+            return str(error)
     return _load_file(path)
 
 

@@ -1,4 +1,7 @@
-"""Small calls like an earlier one take a shortcut, which gives what the operation gives, and only where it would."""
+"""Small calls like an earlier one take a shortcut, which gives what the operation gives, and only where it would.
+
+Each test runs twice: with shortcuts that C++ finds, and that Python finds.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from easytorch.kernels.cpu import library as cpu_library
+from easytorch.kernels.repeated import library as repeated_library
 from easytorch.kernels.rms_norm import aten as rms_aten
 from easytorch.operations import OperationMetadata, OperationRegistry
 from easytorch.operations.dispatch import impl
@@ -70,6 +75,17 @@ def shortened(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tu
     return operation, lambda: sum(map(len, operation._shortcuts.known.values()))
 
 
+@pytest.fixture(params=["cpp", "python"], autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where shortcuts are looked for first."""
+    cpu_library.missing()
+    if request.param == "python":
+        monkeypatch.setattr(repeated_library, "_module", None)
+    elif repeated_library.module() is None:
+        pytest.skip(repeated_library.described())
+    return str(request.param)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each call that is chosen, not shortened."""
@@ -89,15 +105,16 @@ def leaf(one: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS_OF)
-def test_it_gives_what_the_operation_gives(name: str, call: Call, asked: list[Any]) -> None:
+def test_it_gives_what_the_operation_gives(name: str, call: Call, asked: list[Any], where: str) -> None:
     args, kwargs = call
     operation, count = shortened(name, args, kwargs)
-    assert count() == 1
+    assert count() == 1 and (operation._shortcuts.in_cpp is not None) == (where == "cpp")
     others = tuple(one.flip(0).clone() if isinstance(one, Tensor) else one for one in args)
     want = value(OperationRegistry.create(name)(*others, **kwargs))
     asked.clear()
     got = value(operation(*others, **kwargs))
     assert torch.equal(got, want) and got.stride() == want.stride() and count() == 1 and not asked
+    assert where == "python" or operation._shortcuts.in_cpp.found == 1
     same = (others[0],) * 2
     if name in ("swiglu", "geglu"):  # the guard of several tensors takes none twice
         for _ in range(2):
@@ -253,22 +270,22 @@ PATCHES = [
 
 
 @pytest.mark.parametrize(("name", "args", "method"), PATCHES)
-@pytest.mark.parametrize("where", ["instance", "class", "base"])
+@pytest.mark.parametrize("holder", ["instance", "class", "base"])
 def test_a_method_replaced_later_is_called(
-    name: str, args: tuple[Tensor, ...], method: str, where: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    name: str, args: tuple[Tensor, ...], method: str, holder: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operation, count = shortened(name, args, {})
     want, cls = operation(*args), type(operation)
     seen: list[str] = []
-    kept = getattr(operation if where == "instance" else cls, method)
+    kept = getattr(operation if holder == "instance" else cls, method)
 
     def noted(*given: Any, **named: Any) -> Any:
         seen.append(method)
         return kept(*given, **named)
 
     base = next(one for one in cls.__mro__ if method in vars(one))
-    target = {"instance": operation, "class": cls, "base": base}[where]
-    if where == "base" and base.__module__.endswith("impl"):  # seen by each operation, as its own would be
+    target = {"instance": operation, "class": cls, "base": base}[holder]
+    if holder == "base" and base.__module__.endswith("impl"):  # seen by each operation, as its own would be
         kept = getattr(base, method)
     with monkeypatch.context() as patched:
         patched.setattr(target, method, noted)
@@ -277,7 +294,7 @@ def test_a_method_replaced_later_is_called(
             assert torch.equal(operation(*args), want)
         # each time, as by an operation that has no shortcuts; `supports` and `run` are not of every call
         other = OperationRegistry.create(name)
-        if where == "instance":
+        if holder == "instance":
             setattr(other, method, noted)
         other._shortcuts = None
         calls_of_each = len(seen)

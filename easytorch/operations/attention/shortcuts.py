@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from easytorch.kernels.attention.aten_fused import LANES
+from easytorch.kernels.attention.cpp_call import NO_NUMBERS, NO_TENSORS
 from easytorch.kernels.attention.layout import readable
+from easytorch.kernels.cpu import library
 from easytorch.kernels.decode import cpu
 from easytorch.kernels.interop.torch_func import recording
+from easytorch.kernels.repeated.steps import GIVEN, Operator, Output, Steps
 from easytorch.operations.dispatch.output import AttentionOutput
+
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_OUTPUT = Output(AttentionOutput, {field.name: field.default for field in fields(AttentionOutput)})
 
 
 def sdpa_shortcut(
@@ -40,7 +49,13 @@ def sdpa_shortcut(
         )  # fmt: skip
         return AttentionOutput(attention_outputs=output.transpose(1, 2))
 
-    return run
+    scale = None if softmax_scale is None else float(softmax_scale)
+    if grouped or not _flash(query, key, value, aligned, softmax_scale):
+        return run
+    return Steps(
+        run, (Operator(_FLASH, (*GIVEN[:3], 0.0, aligned, None, scale)),), given_turned=True, result_turned=True,
+        switches={torch._C._get_flash_sdp_enabled: True}, output=_OUTPUT,
+    )  # fmt: skip
 
 
 def decode_shortcut(
@@ -51,13 +66,21 @@ def decode_shortcut(
     strided = any(one.stride(-1) != 1 for one in (query, key, value))
     if strided or not _plain(features, softmax_scale) or 0 in key.shape:
         return None
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
         output = cpu.one_token(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale)
         return AttentionOutput(attention_outputs=output)
 
-    return run
+    arguments = (*GIVEN[:3], None, *NO_TENSORS, scale, *NO_NUMBERS, library.BEST)
+    return Steps(run, (Operator("easytorch_cpu::decode", arguments),), given_turned=True, output=_OUTPUT)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> bool:
+    """Whether ATen's attention takes its flash kernel for such a call."""
+    query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+    chosen: int = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale)
+    return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
 def _plain(features: Mapping[str, Any], softmax_scale: float | None) -> bool:

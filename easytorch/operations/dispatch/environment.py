@@ -16,26 +16,26 @@ from easytorch.switches import switch
 
 # os.environ.get of an absent variable raises and catches a KeyError (0.75 us of the 5 us of a dispatch), and a call
 # looks up two; the dict behind it answers in 0.05 us.
-_TABLE: Any = getattr(os.environ, "_data", os.environ)
+TABLE: Any = getattr(os.environ, "_data", os.environ)
 _encode: Callable[[str], Any] = getattr(os.environ, "encodekey", str)
-_OPS, _CHECK = _encode("EASYTORCH_OPS"), _encode("EASYTORCH_CHECK")
+VARIABLES = _OPS, _CHECK = _encode("EASYTORCH_OPS"), _encode("EASYTORCH_CHECK")
 
 
 def forced_by_environment(operation: str) -> str | None:
     """The entry for `operation` (its primary name) in `EASYTORCH_OPS="attention=flash,rms_norm=native"`, if any."""
-    if _OPS not in _TABLE:
+    if _OPS not in TABLE:
         return None
     return _parse(os.environ["EASYTORCH_OPS"]).get(operation)
 
 
 def untouched() -> bool:
     """True where neither variable is set: nothing is forced, nothing is compared."""
-    return _OPS not in _TABLE and _CHECK not in _TABLE
+    return _OPS not in TABLE and _CHECK not in TABLE
 
 
 def checking() -> bool:
     """True under `EASYTORCH_CHECK=1`: every call is compared with its definition."""
-    return _CHECK in _TABLE and switch("EASYTORCH_CHECK")
+    return _CHECK in TABLE and switch("EASYTORCH_CHECK")
 
 
 @functools.lru_cache(maxsize=16)

@@ -80,6 +80,8 @@ class OperationImpl(BaseOperation):
     automatic choice falls back to the definition and logs why, once; a forced one is obeyed or refused.
     """
 
+    __slots__ = ("_shortcuts",)  # which C++ reads as it lies (repeated.py)
+
     falls_back = True  # to the definition; False where the operation's name names a library
     # fields of the metadata that it and its subclasses read, beside those of every operation
     settings: ClassVar[tuple[str, ...]] = ()

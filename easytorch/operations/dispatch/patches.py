@@ -16,12 +16,15 @@ _METHODS = (types.FunctionType, staticmethod, classmethod)
 
 
 class OperationType(ABCMeta):
-    """The class of operations' classes. _made: the methods of one when it was made, its bases' too."""
+    """The class of operations' classes. _made: the methods of one when it was made, its bases' too; _made_call: its
+    `__call__` then."""
 
     _made: dict[str, Any]
+    _made_call: Any
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
+        type.__setattr__(cls, "_made_call", cls.__call__)
         type.__setattr__(cls, "_made", _methods(cls))
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -33,7 +36,7 @@ class OperationType(ABCMeta):
         cls._changed(name)
 
     def _changed(cls, name: str) -> None:
-        if name != "__call__" and "_made" in vars(cls):  # not while it is made
+        if "_made" in vars(cls):  # not while it is made
             forget_all()
 
 
@@ -48,6 +51,11 @@ def unpatched(*operations: Any) -> bool:
             if isinstance(base, OperationType) and _methods(base) != base._made:
                 return False
     return True
+
+
+def called_as_made(cls: type) -> bool:
+    """Whether `__call__` of an operation's class, and of its bases, is the one it was made with."""
+    return all(base.__call__ is base._made_call for base in cls.__mro__ if isinstance(base, OperationType))
 
 
 def watched(cls: type) -> bool:

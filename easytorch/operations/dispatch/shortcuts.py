@@ -55,10 +55,11 @@ LOCK = threading.Lock()
 class Shortcuts:
     """Those of an operation; a copy of it, and what is pickled, has none."""
 
-    __slots__ = ("__weakref__", "_asked", "known", "missed", "resting")
+    __slots__ = ("__weakref__", "_asked", "in_cpp", "known", "missed", "resting")
 
     def __init__(self) -> None:
         self.known: dict[Key, list[Shortcut]] = {}
+        self.in_cpp: Any = None  # the same calls as C++ finds them (repeated.py)
         self._asked: dict[Key, int] = {}  # how often `wants` was asked of a size
         self.missed = 0  # calls in a row that found none
         self.resting = 0  # how many calls will not look for one
@@ -68,12 +69,16 @@ class Shortcuts:
 
     def forget(self) -> None:
         self.known, self._asked, self.missed = {}, {}, 0
+        if self.in_cpp is not None:
+            self.in_cpp.forget()
 
     def wants(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many tensors come first in a call that was not found, if it is to be added, else 0: one of few numbers,
         of plain tensors, then numbers, strings and flags, whose size comes a second time."""
         if type(key[1]) is not int or not 0 < key[1] <= LARGEST:  # torch.jit.trace has tensors of them
             return 0
+        if self.in_cpp is not None and self.in_cpp.found:
+            self.missed, self.in_cpp.found = 0, 0
         self.missed += 1
         if self.missed >= PATIENCE:
             self.forget()

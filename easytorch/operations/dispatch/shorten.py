@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from easytorch.kernels.interop.torch_func import as_given
+from easytorch.operations.dispatch import repeated
 from easytorch.operations.dispatch.patches import unpatched
 from easytorch.operations.dispatch.shortcuts import LOCK, Key, Shortcuts
 
@@ -25,6 +26,7 @@ def shorten(
             with LOCK:  # a method that another thread replaces is replaced before, or forgets this one after
                 if unpatched(operation, choice.operation):
                     shortcuts.add(key, tensors, args, kwargs, run)
+                    repeated.add(operation, shortcuts, args, tensors, kwargs, run)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from easytorch.kernels.cpu import library
+from easytorch.kernels.repeated import library as repeated
 from easytorch.operations.dispatch.impl import UnsupportedOperationError
 from easytorch.operations.dispatch.metadata import OperationMetadata
 from easytorch.operations.dispatch.platform import PLATFORMS
@@ -44,3 +45,8 @@ def choices(metadata: OperationMetadata | None = None) -> list[Row]:
 def cpu_kernels() -> str:
     """Whether the operators in C++ are built, in a line; nothing is built for it."""
     return library.described()
+
+
+def repeated_calls() -> str:
+    """Whether repeated calls are found in C++, in a line; nothing is built for it."""
+    return repeated.described()

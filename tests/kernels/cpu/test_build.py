@@ -240,10 +240,10 @@ def test_a_failure_is_forgotten_after_a_while(fake: Path) -> None:
     fake.write_text(COMPILER)
     path = messages.with_suffix(".so")
     with pytest.raises(build.BuildError, match="failed before"):
-        build._compile_into(path)
+        build._compile_into(path, build._compile)
     old = messages.stat().st_mtime - build.REMEMBERED - 1
     os.utime(messages, (old, old))
-    build._compile_into(path)
+    build._compile_into(path, build._compile)
     assert path.exists()
     assert not messages.exists()
 
