@@ -68,13 +68,14 @@ class TiedWordHead(nn.Module):
 class ClassificationHead(nn.Module):
     """out(dropout(act(dense(dropout(x of the first token))))): (B, T, D) -> (B, labels)."""
 
-    act = staticmethod(torch.tanh)
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = classifier_dropout(config)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         first = self.dropout(hidden_states[:, 0])

@@ -25,6 +25,7 @@ from easytorch.layers.encoder_heads import (
     EncoderTokenClassification,
 )
 from easytorch.layers.linear import linear
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeModel
 
 
@@ -34,11 +35,13 @@ def embedding_size(config: Any) -> int:
 
 
 class DebertaV2Embeddings(nn.Module):
+    position_biased_input = given_by("config.position_biased_input")
     position_ids: torch.Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, positions, types = embedding_size(config), config.max_position_embeddings, config.type_vocab_size
+        self.embedding_size = width
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_of(config))
         self.position_embeddings = nn.Embedding(positions, width) if config.position_biased_input else None
         self.token_type_embeddings = nn.Embedding(types, width) if types > 0 else None
@@ -96,9 +99,13 @@ class DebertaV2Encoder(PostNormEncoder):
     def __init__(self, config: Any) -> None:
         super().__init__(config, DebertaV2Layer)
         self.rel_embeddings, self.LayerNorm = None, None
+        self.relative_attention = config.relative_attention
         if config.relative_attention:
-            self.rel_embeddings = nn.Embedding(2 * span_of(config)[2], config.hidden_size)
-        if "layer_norm" in [one.strip() for one in getattr(config, "norm_rel_ebd", "none").lower().split("|")]:
+            self.position_buckets = getattr(config, "position_buckets", -1)
+            _, self.max_relative_positions, span = span_of(config)
+            self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
+        self.norm_rel_ebd = [one.strip() for one in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
+        if "layer_norm" in self.norm_rel_ebd:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         convolves = getattr(config, "conv_kernel_size", 0) > 0
         self.conv = ConvolutionBranch(config, activation(getattr(config, "conv_act", "tanh"))) if convolves else None
@@ -141,6 +148,7 @@ class DebertaV2PreTrainedModel(NativeModel):
 
 
 class DebertaV2Model(DebertaV2PreTrainedModel):
+    z_steps = 0  # of the enhanced mask decoder, which transformers has not either
     has_pooler = False
 
     def __init__(self, config: DebertaV2Config) -> None:
@@ -198,7 +206,8 @@ def tokens_of(attention_mask: torch.Tensor | None, words: torch.Tensor) -> torch
 class DebertaV2WordTransform(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, embedding_size(config))
+        self.embedding_size = embedding_size(config)
+        self.dense = nn.Linear(config.hidden_size, self.embedding_size)
         self.transform_act_fn = activation(config.hidden_act)
         self.LayerNorm = nn.LayerNorm(embedding_size(config), eps=config.layer_norm_eps)
 
@@ -211,6 +220,7 @@ class DebertaV2WordHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.embedding_size = embedding_size(config)
         self.transform = DebertaV2WordTransform(config)
         self.decoder = nn.Linear(embedding_size(config), config.vocab_size)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))

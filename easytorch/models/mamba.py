@@ -19,12 +19,14 @@ from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.recurrent import padding_mask
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeDecoder
 
 
 class MambaBlock(GradientCheckpointingLayer):
     """x + mixer(norm(x)), the sum in float32 where `config.residual_in_fp32`: (B, T, D) -> (B, T, D)."""
 
+    layer_idx = given_by("mixer.layer_idx")
     mixer_class: ClassVar[type[nn.Module]] = MambaMixer
 
     def __init__(self, config: Any, layer_idx: int) -> None:

@@ -25,6 +25,7 @@ from easytorch.layers.encoder_heads import (
 )
 from easytorch.layers.linear import linear
 from easytorch.layers.relative_bias import relative_bias
+from easytorch.layers.stock_names import given_by
 from easytorch.models.roberta import positions_after_padding
 from easytorch.protocol.native import NativeModel
 
@@ -34,6 +35,7 @@ BUCKETS, FARTHEST = 32, 128
 
 
 class MPNetEmbeddings(nn.Module):
+    padding_idx = PADDING
     position_ids: torch.Tensor
 
     def __init__(self, config: MPNetConfig) -> None:
@@ -84,6 +86,8 @@ class MPNetLayer(PostNormLayer):
 
 
 class MPNetEncoder(PostNormEncoder):
+    n_heads = given_by("config.num_attention_heads")
+
     def __init__(self, config: MPNetConfig) -> None:
         super().__init__(config, MPNetLayer)
         if config.relative_attention_num_buckets < BUCKETS:

@@ -18,6 +18,7 @@ from easytorch.layers.experts import Experts
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import RotaryTables
 from easytorch.layers.routers import Router
+from easytorch.layers.stock_names import share_config
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
@@ -104,6 +105,7 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
     def post_init(self) -> None:
         finish: Any = super().post_init
         finish()
+        share_config(self)
         self._frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def freeze_again(self) -> None:
