@@ -252,9 +252,13 @@ class PostNormEncoder(nn.Module):
 
     gradient_checkpointing = False
 
-    def __init__(self, config: Any, layer_class: type[PostNormLayer]) -> None:
+    def __init__(
+        self, config: Any, layer_class: type[PostNormLayer], first_class: type[PostNormLayer] | None = None
+    ) -> None:
+        """first_class: of the first layer, where it is another one."""
         super().__init__()
-        self.layer = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+        kinds = [first_class or layer_class, *[layer_class] * config.num_hidden_layers][: config.num_hidden_layers]
+        self.layer = nn.ModuleList(kind(config, index) for index, kind in enumerate(kinds))
 
     @property
     def n_layers(self) -> int:

@@ -11,7 +11,7 @@ from transformers import DebertaV2Config
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from easytorch.layers.basics import activation, check_one_input
 from easytorch.layers.config_checks import padding_of
@@ -77,8 +77,8 @@ class DebertaV2Attention(EncoderAttention):
     self_class = DisentangledSelfAttention
 
 
-class DebertaV2Layer(PostNormLayer):
-    """(B, T, D) -> (B, T, D); conv: the branch beside the first layer, of its input."""
+class DebertaV2FirstLayer(PostNormLayer):
+    """(B, T, D) -> (B, T, D), whose output the convolution changes before it is a hidden state of the model."""
 
     attention_class = DebertaV2Attention
 
@@ -87,17 +87,19 @@ class DebertaV2Layer(PostNormLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        conv: nn.Module | None = None,
-        real: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        outputs = super().forward(hidden_states, attention_mask, None, positions, **kwargs)
-        return outputs if conv is None else conv(hidden_states, outputs, real)
+        return super().forward(hidden_states, attention_mask, None, positions, **kwargs)
+
+
+class DebertaV2Layer(DebertaV2FirstLayer):
+    """(B, T, D) -> (B, T, D), a hidden state of the model."""
 
 
 class DebertaV2Encoder(PostNormEncoder):
     def __init__(self, config: Any) -> None:
-        super().__init__(config, DebertaV2Layer)
+        convolves = getattr(config, "conv_kernel_size", 0) > 0
+        super().__init__(config, DebertaV2Layer, DebertaV2FirstLayer if convolves else None)
         self.rel_embeddings, self.LayerNorm = None, None
         self.relative_attention = config.relative_attention
         if config.relative_attention:
@@ -107,7 +109,6 @@ class DebertaV2Encoder(PostNormEncoder):
         self.norm_rel_ebd = [one.strip() for one in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
         if "layer_norm" in self.norm_rel_ebd:
             self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        convolves = getattr(config, "conv_kernel_size", 0) > 0
         self.conv = ConvolutionBranch(config, activation(getattr(config, "conv_act", "tanh"))) if convolves else None
 
     def positions(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -122,8 +123,10 @@ class DebertaV2Encoder(PostNormEncoder):
     ) -> torch.Tensor:
         positions = self.positions(hidden_states)
         for index, layer in enumerate(self.layer):
-            more = {"conv": self.conv, "real": real} if index == 0 and self.conv is not None else {}
-            hidden_states = layer(hidden_states, attention_mask, positions, **more, **kwargs)
+            outputs = layer(hidden_states, attention_mask, positions, **kwargs)
+            if index == 0 and self.conv is not None:  # outside the layer: hooks of it see what is before
+                outputs = self.conv(hidden_states, outputs, real)
+            hidden_states = outputs
         return hidden_states
 
 
@@ -132,7 +135,7 @@ class DebertaV2PreTrainedModel(NativeModel):
     config_class = DebertaV2Config
     base_model_prefix = "deberta"
     _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": DebertaV2Layer,
+        "hidden_states": [OutputRecorder(DebertaV2Layer), OutputRecorder(ConvolutionBranch)],
         "attentions": DisentangledSelfAttention,
     }
     _keys_to_ignore_on_load_unexpected = ["position_embeddings", r"embeddings\.position_ids$"]  # noqa: RUF012

@@ -134,6 +134,13 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         if isinstance(module, ZeroCenteredRMSNorm):
             initialization.zeros_(module.weight)
 
+    def apply(self, fn: Callable[[torch.nn.Module], Any]) -> Self:
+        """As a module's; by the `_init_weights` of a model each part that is a model gets its own."""
+        owner = getattr(fn, "__self__", None)
+        if isinstance(owner, NativeModel) and fn == owner._init_weights:
+            fn = self._init_weights
+        return super().apply(fn)  # type: ignore[no-any-return, misc]
+
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and the like. Moving to xla recreates every parameter, which would untie tied ones."""
         apply: Callable[..., Self] = super()._apply

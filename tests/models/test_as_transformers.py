@@ -390,3 +390,37 @@ def test_a_hook_of_the_merger_s_layers_is_called(make_pair, name) -> None:
         with torch.no_grad():
             results.append(model(**given).logits)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "Gemma4Model", "Llama4ForConditionalGeneration", "Qwen3VLMoeModel"])
+def test_weights_drawn_anew_by_apply(name) -> None:
+    """Each part by the rules of its own class, as transformers'."""
+    family = next(family for family, row in FAMILIES.items() if name in row.heads)
+    spread = []
+    for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+        model = getattr(source, name)(FAMILIES[family].config())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        model.apply(model._init_weights)
+        spread.append({path: (one.std(correction=0), one.mean()) for path, one in model.named_parameters()})
+    assert spread[0].keys() == spread[1].keys()
+    for path, (std, mean) in spread[1].items():
+        found, middle = spread[0][path]
+        drawn = std > 1e-5
+        assert (0.5 * std < found < 2 * std) if drawn else (found < 1e-5 and abs(middle - mean) < 1e-5), path
+
+
+def test_a_hook_of_deberta_s_first_layer_sees_what_is_before_the_convolution(make_pair) -> None:
+    config = FAMILIES["deberta_v2"].config(conv_kernel_size=3)
+    seen, states = [], []
+    for model in make_pair("DebertaV2Model", config, "eager"):
+        for index in (0, 1):
+            model.encoder.layer[index].register_forward_hook(
+                lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
+            )
+        with torch.no_grad():
+            states.append(model(IDS, output_hidden_states=True).hidden_states)
+    torch.testing.assert_close(seen[:2], seen[2:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list(states[0]), list(states[1]), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(seen[0], states[0][1], atol=1e-3)
