@@ -23,7 +23,6 @@ from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, SelfAttention
-from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.seq2seq import Seq2SeqModel, decoder_masks, new_cache
 from easytorch.layers.seq2seq_heads import (
@@ -368,5 +367,5 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = linear(self.lm_head, keep_logits(outputs.last_hidden_state, logits_to_keep))
-        return decoder_output(outputs, logits, labels)
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        return decoder_output(outputs, self.lm_head, kept, labels)

@@ -201,8 +201,10 @@ class DistilBertForMaskedLM(EncoderMaskedLM, DistilBertPreTrainedModel):
         self.vocab_projector = nn.Linear(config.dim, config.vocab_size)
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        transformed = self.activation(linear(self.vocab_transform, hidden_states))
-        return linear(self.vocab_projector, self.vocab_layer_norm(transformed))
+        return linear(self.vocab_projector, self.word_states(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.vocab_layer_norm(self.activation(linear(self.vocab_transform, hidden_states)))
 
     def get_output_embeddings(self) -> nn.Module:
         return self.vocab_projector

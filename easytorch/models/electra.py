@@ -122,7 +122,10 @@ class ElectraWords(_Base):
         self.generator_lm_head = nn.Linear(config.embedding_size, config.vocab_size)
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.generator_lm_head, self.generator_predictions(hidden_states))
+        return linear(self.generator_lm_head, self.word_states(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.generator_predictions(hidden_states)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.generator_lm_head

@@ -169,6 +169,9 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.model.lm_head_multiplier
 
+    def logits_finish(self) -> tuple[float, float | None]:
+        return self.model.lm_head_multiplier, None
+
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
         prepare: Any = super().prepare_inputs_for_generation

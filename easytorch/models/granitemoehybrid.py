@@ -142,3 +142,6 @@ class GraniteMoeHybridForCausalLM(GraniteMoeHead, GraniteMoeHybridPreTrainedMode
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits / self.logits_scaling
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0 / self.logits_scaling, None

@@ -15,6 +15,8 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.cache_names import STATES, cache_of, state_keyword, takes_states
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
+from easytorch.layers.heads import CausalLMHead
 from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
 from easytorch.layers.norm import RMSNorm
@@ -128,6 +130,8 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
         "use_cache", "logits_to_keep", "seq_idx",
     )  # fmt: skip
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+    fused_loss, finish_logits = CausalLMHead.fused_loss, CausalLMHead.finish_logits
+    logits_finish = CausalLMHead.logits_finish
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -163,7 +167,8 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
     ) -> MambaCausalLMOutput:
         """As the backbone's, and logits (B, T, vocabulary), float32, of the positions `logits_to_keep` names.
 
-        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
+        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here. In training
+        the loss of a large vocabulary is computed without the logits, which are computed if they are read.
         """
         outputs = self.backbone(
             input_ids,
@@ -175,12 +180,17 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
             seq_idx=seq_idx,
             return_dict=True,
         )
-        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
-        logits = linear(self.lm_head, kept.to(self.lm_head.weight.dtype)).float()
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output: MambaCausalLMOutput = self.output_class(
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep).to(self.lm_head.weight.dtype)
+        loss, output_class = None, self.output_class
+        if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+            loss = self.fused_loss(kept, labels, **kwargs)
+        if loss is not None:
+            logits, output_class = DeferredLogits(lambda: linear(self.lm_head, kept).float()), deferring(output_class)
+        else:
+            logits = linear(self.lm_head, kept).float()
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output: MambaCausalLMOutput = output_class(
             loss=loss, logits=logits, **state_keyword(cache_of(outputs)), hidden_states=outputs.hidden_states
         )
         return output

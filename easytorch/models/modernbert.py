@@ -256,6 +256,7 @@ class ModernBertModel(ModernBertPreTrainedModel):
 class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
     backbone_class = ModernBertModel
     arguments = ARGUMENTS
+    loss_keywords = ("num_items_in_batch",)
     _tied_weights_keys = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}  # noqa: RUF012
 
     def add_head(self, config: ModernBertConfig) -> None:
@@ -274,6 +275,9 @@ class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return linear(self.decoder, self.head(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_states)
 
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -26,7 +26,7 @@ from easytorch.layers.encoder_heads import (
 from easytorch.layers.linear import linear
 from easytorch.layers.relative_bias import relative_bias
 from easytorch.layers.stock_names import given_by
-from easytorch.models.roberta import positions_after_padding
+from easytorch.models.roberta import RobertaWords, positions_after_padding
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
@@ -173,6 +173,8 @@ class MPNetForMaskedLM(EncoderMaskedLM, MPNetPreTrainedModel):
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_states)
+
+    word_states = RobertaWords.word_states
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head.decoder

@@ -197,6 +197,9 @@ class NemotronHForCausalLM(MoeCausalLMHead, NemotronHPreTrainedModel, Generation
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.float()
 
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, None
+
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep
         prepare: Any = super().prepare_inputs_for_generation
