@@ -135,13 +135,8 @@ class EncoderHead(_Base):
         return self.base_model(input_ids, return_dict=True, **given)
 
 
-class EncoderMaskedLM(EncoderHead):
-    """Logits of the word at every position. loss_keywords: those that the family's loss takes.
-
-    In training the loss of a large vocabulary is computed without the logits, which are computed if they are read.
-    """
-
-    loss_keywords: ClassVar[tuple[str, ...]] = ()
+class WordsHead(EncoderHead):
+    """A head of logits of words."""
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, vocabulary)"""
@@ -150,6 +145,15 @@ class EncoderMaskedLM(EncoderHead):
     def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """What the output embedding multiplies (layers/word_loss.py)."""
         return None
+
+
+class EncoderMaskedLM(WordsHead):
+    """Logits of the word at every position. loss_keywords: those that the family's loss takes.
+
+    In training the loss of a large vocabulary is computed without the logits, which are computed if they are read.
+    """
+
+    loss_keywords: ClassVar[tuple[str, ...]] = ()
 
     def predicted(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
@@ -194,7 +198,7 @@ class EncoderMaskedLM(EncoderHead):
         return MaskedLMOutput(loss=loss, logits=logits, **of_both)
 
 
-class EncoderCausalLM(EncoderHead):
+class EncoderCausalLM(WordsHead):
     """Logits of the next word, of an encoder that runs as a decoder. `words` and `GenerationMixin` stand beside it."""
 
     arguments = (
@@ -213,9 +217,6 @@ class EncoderCausalLM(EncoderHead):
             logger.warning(
                 "%s sees the future: add is_decoder=True to the config to use it by itself", type(self).__name__
             )
-
-    words = EncoderMaskedLM.words
-    word_states = EncoderMaskedLM.word_states
 
     @takes_cache
     @can_return_tuple
@@ -249,7 +250,8 @@ class EncoderCausalLM(EncoderHead):
         )
         kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
         output_class: Any = CausalLMOutputWithCrossAttentions
-        loss, logits = None, None
+        loss = None
+        logits: Any = None
         every = (
             isinstance(logits_to_keep, int)
             and not logits_to_keep

@@ -64,7 +64,7 @@ def decoder_output(
         logits = linear(head, hidden_states)
         if labels is not None:
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))
-    return output_class(  # type: ignore[no-any-return]
+    made: CausalLMOutputWithCrossAttentions = output_class(
         loss=loss,
         logits=logits,
         **cache_keyword(cache_of(outputs)),
@@ -72,6 +72,7 @@ def decoder_output(
         attentions=outputs.attentions,
         cross_attentions=outputs.cross_attentions,
     )
+    return made
 
 
 class Seq2SeqLMHead(_Base):

@@ -16,7 +16,7 @@ from easytorch.cache_names import STATES, cache_of, state_keyword, takes_states
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.deferred_logits import DeferredLogits, deferring
-from easytorch.layers.heads import CausalLMHead
+from easytorch.layers.heads import FusedLoss
 from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
 from easytorch.layers.norm import RMSNorm
@@ -122,7 +122,7 @@ class MambaModel(ArgumentsInOrder, MambaPreTrainedModel):
         return output
 
 
-class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
+class MambaForCausalLM(ArgumentsInOrder, FusedLoss, MambaPreTrainedModel, GenerationMixin):
     backbone_class: ClassVar[type[MambaModel]] = MambaModel
     output_class: ClassVar[Any] = MambaCausalLMOutput
     arguments: ClassVar[tuple[str, ...]] = (
@@ -130,8 +130,6 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
         "use_cache", "logits_to_keep", "seq_idx",
     )  # fmt: skip
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
-    fused_loss, finish_logits = CausalLMHead.fused_loss, CausalLMHead.finish_logits
-    logits_finish = CausalLMHead.logits_finish
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -182,6 +180,7 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
         )
         kept = keep_logits(outputs.last_hidden_state, logits_to_keep).to(self.lm_head.weight.dtype)
         loss, output_class = None, self.output_class
+        logits: Any = None
         if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
             loss = self.fused_loss(kept, labels, **kwargs)
         if loss is not None:

@@ -139,7 +139,7 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, NativeModel) and fn == owner._init_weights:
             fn = self._init_weights
-        return super().apply(fn)  # type: ignore[no-any-return, misc]
+        return super().apply(fn)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and the like. Moving to xla recreates every parameter, which would untie tied ones."""
