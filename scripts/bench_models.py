@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def alone(library: str, case: str, arguments: argparse.Namespace) -> dict[str, f
     return measured
 
 
+def installed_cases() -> list[str]:
+    """Those whose packages are here; says which are left out."""
+    missing = {name: [one for one in case.needs if find_spec(one) is None] for name, case in CASES.items()}
+    for name, packages in missing.items():
+        if packages:
+            print(f"{name:26} left out: {', '.join(packages)} not installed")
+    return [name for name, packages in missing.items() if not packages]
+
+
 def plot(cases: dict[str, Any], path: Path) -> None:
     """A bar a case, its ratio of time, and a mark where it may end."""
     import matplotlib
@@ -110,7 +120,7 @@ def main() -> int:
     figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "versions": installed()}
     cases: dict[str, Any] = {}
     figures |= {"threads": arguments.threads, "cases": cases}
-    for case in arguments.cases or CASES:
+    for case in arguments.cases or installed_cases():
         rounds = [{library: alone(library, case, arguments) for library in LIBRARIES} for _ in range(arguments.rounds)]
         medians = {
             library: {kind: statistics.median(one[library][kind] for one in rounds) for kind in ("seconds", "mib")}
@@ -118,12 +128,12 @@ def main() -> int:
         }
         ours, theirs = medians["easytorch"], medians["transformers"]
         ratios = {kind: ours[kind] / max(theirs[kind], 1e-3 if kind == "seconds" else 1) for kind in ours}
-        bar = CASES[case].bar
-        cases[case] = {"ratio": ratios, "bar": bar, **medians, "rounds": rounds}
-        allowed = "" if bar is None else f" (bar {bar})"
+        bar, memory_bar = CASES[case].bar, CASES[case].memory_bar
+        cases[case] = {"ratio": ratios, "bar": bar, "memory_bar": memory_bar, **medians, "rounds": rounds}
+        allowed, of_memory = ("" if one is None else f" (bar {one})" for one in (bar, memory_bar))
         print(
-            f"{case:18} time {ratios['seconds']:.2f}{allowed} ({ours['seconds']:.2f} of {theirs['seconds']:.2f} s), "
-            f"memory {ratios['mib']:.2f} ({ours['mib']:.0f} of {theirs['mib']:.0f} MiB)",
+            f"{case:26} time {ratios['seconds']:.2f}{allowed} ({ours['seconds']:.2f} of {theirs['seconds']:.2f} s), "
+            f"memory {ratios['mib']:.2f}{of_memory} ({ours['mib']:.0f} of {theirs['mib']:.0f} MiB)",
             flush=True,
         )
     if arguments.plot:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from easytorch.layers.encoder import SelfAttention, check_heads
 from easytorch.layers.linear import linear
+from easytorch.layers.stock_names import given_by, same_as
 
 
 def span_of(config: Any) -> tuple[int, int, int]:
@@ -51,11 +52,16 @@ class DisentangledSelfAttention(SelfAttention):
     the projections of query and key.
     """
 
+    relative_attention = given_by("config.relative_attention")
+    share_att_key = same_as("shared")
+    max_relative_positions = same_as("farthest")
+    pos_ebd_size = same_as("span")
     fused = ("query_proj", "key_proj", "value_proj")
 
     def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
         self.kinds = tuple(config.pos_att_type or ())
         super().__init__(config, layer_idx, is_causal)
+        self.pos_att_type = list(self.kinds)
         self.scaling = (self.head_dim * (1 + ("c2p" in self.kinds) + ("p2c" in self.kinds))) ** -0.5
 
     @classmethod
@@ -75,6 +81,7 @@ class DisentangledSelfAttention(SelfAttention):
         if not config.relative_attention:
             return
         self.buckets, self.farthest, self.span = span_of(config)
+        self.position_buckets = getattr(config, "position_buckets", -1)
         self.shared = bool(getattr(config, "share_att_key", False))
         for kind, name in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj")):
             if kind in self.kinds and not self.shared:
@@ -137,6 +144,10 @@ class DisentangledSelfAttention(SelfAttention):
 
 class ConvolutionBranch(nn.Module):
     """norm(x + act(dropout(conv(input)))), 0 where there is padding: what DeBERTa v2 adds after its first layer."""
+
+    @property
+    def conv_act(self) -> str:
+        return str(getattr(self.config, "conv_act", "tanh"))
 
     def __init__(self, config: Any, activation: nn.Module) -> None:
         super().__init__()

@@ -10,10 +10,13 @@ from torch import nn
 
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.decoder import DecoderBackbone
+from easytorch.layers.stock_names import same_as
 
 
 class ScaledEmbedding(nn.Embedding):
     """weight[ids] * scale: (B, T) -> (B, T, D). The scale is rounded to the weight's dtype, as in Gemma's training."""
+
+    scalar_embed_scale = same_as("scale")
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx)

@@ -21,6 +21,7 @@ from easytorch.layers.basics import activation
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear, watched
+from easytorch.layers.stock_names import given_by, product_of, same_as
 
 
 def check_heads(hidden_size: int, heads: int, entries: str = "hidden_size or num_attention_heads") -> None:
@@ -36,22 +37,28 @@ class MultiHeadAttention(FusedProjections):
     """Attention of the hidden states to the keys and values a subclass finds.
 
     fused: the names of query, key and value. heads_name, dropout_rate: the config's names of the number of heads and
-    of the rate of the weights.
+    of the rate of the weights. dropout_module: whether `dropout` is a module, as BERT's, or the rate.
     """
 
     fused = ("query", "key", "value")
     heads_name: ClassVar[str] = "num_attention_heads"
     dropout_rate: ClassVar[str] = "attention_probs_dropout_prob"
+    dropout_module: ClassVar[bool] = True
+    attention_head_size = same_as("head_dim")
+    all_head_size = product_of("num_attention_heads", "head_dim")
+    is_decoder = given_by("config.is_decoder")
 
     def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = is_causal
+        self.num_attention_heads: int = getattr(config, self.heads_name)
         self.head_dim = self.width_of_heads(config)
         self.scaling = self.head_dim**-0.5
         self.make_projections(config.hidden_size)
-        self.dropout = nn.Dropout(getattr(config, self.dropout_rate))
+        rate = getattr(config, self.dropout_rate)
+        self.dropout: nn.Dropout | float = nn.Dropout(rate) if self.dropout_module else rate
 
     @classmethod
     def width_of_heads(cls, config: Any) -> int:
@@ -108,7 +115,8 @@ class MultiHeadAttention(FusedProjections):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """-> (B, T, H, head_dim), and the weights (B, H, T, S) or None."""
         attend = interface_of(attn_implementation(self.config))
-        dropout = self.dropout.p if self.training else 0.0
+        rate = self.dropout.p if isinstance(self.dropout, nn.Dropout) else self.dropout
+        dropout = rate if self.training else 0.0
         return attend(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs)
 
 
@@ -173,6 +181,7 @@ class EncoderAttention(nn.Module):
 
     def __init__(self, config: Any, layer_idx: int, *, is_causal: bool = False, cross: bool = False) -> None:
         super().__init__()
+        self.is_cross_attention = cross
         self.self = (self.cross_class if cross else self.self_class)(config, layer_idx, is_causal)
         self.output = AddNorm(config, config.hidden_size)
 
@@ -199,13 +208,15 @@ class PostNormLayer(GradientCheckpointingLayer):
     """norm(x + attention(x)), then norm(x + mlp(x)), as BERT's (arXiv:1810.04805): (B, T, D) -> (B, T, D)."""
 
     attention_class: ClassVar[type[nn.Module]] = EncoderAttention
+    seq_len_dim = 1  # of `apply_chunking_to_forward`
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        is_decoder = getattr(config, "is_decoder", False)
+        self.is_decoder = is_decoder = getattr(config, "is_decoder", False)
         self.chunk_size_feed_forward = config.chunk_size_feed_forward
         self.attention = self.attention_class(config, layer_idx, is_causal=is_decoder)
-        if getattr(config, "add_cross_attention", False):
+        self.add_cross_attention = getattr(config, "add_cross_attention", False)
+        if self.add_cross_attention:
             if not is_decoder:
                 raise ValueError("config.add_cross_attention=True needs config.is_decoder=True")
             self.crossattention = self.attention_class(config, layer_idx, cross=True)
@@ -228,7 +239,9 @@ class PostNormLayer(GradientCheckpointingLayer):
             )
         if not self.chunk_size_feed_forward:  # `apply_chunking_to_forward` looks at signatures each time
             return self.feed_forward_chunk(hidden_states)
-        return apply_chunking_to_forward(self.feed_forward_chunk, self.chunk_size_feed_forward, 1, hidden_states)
+        return apply_chunking_to_forward(
+            self.feed_forward_chunk, self.chunk_size_feed_forward, self.seq_len_dim, hidden_states
+        )
 
     def feed_forward_chunk(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.output(self.intermediate(hidden_states), hidden_states)
@@ -237,9 +250,19 @@ class PostNormLayer(GradientCheckpointingLayer):
 class PostNormEncoder(nn.Module):
     """The layers one after another."""
 
-    def __init__(self, config: Any, layer_class: type[PostNormLayer]) -> None:
+    gradient_checkpointing = False
+
+    def __init__(
+        self, config: Any, layer_class: type[PostNormLayer], first_class: type[PostNormLayer] | None = None
+    ) -> None:
+        """first_class: of the first layer, where it is another one."""
         super().__init__()
-        self.layer = nn.ModuleList(layer_class(config, index) for index in range(config.num_hidden_layers))
+        kinds = [first_class or layer_class, *[layer_class] * config.num_hidden_layers][: config.num_hidden_layers]
+        self.layer = nn.ModuleList(kind(config, index) for index, kind in enumerate(kinds))
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layer)
 
     def positions(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The relative positions that every layer's attention gets, for `position_bias`."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
@@ -27,7 +28,9 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import in_order
 from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.linear import linear
+from easytorch.layers.word_loss import fused_word_loss, shifted_by_one
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -68,13 +71,14 @@ class TiedWordHead(nn.Module):
 class ClassificationHead(nn.Module):
     """out(dropout(act(dense(dropout(x of the first token))))): (B, T, D) -> (B, labels)."""
 
-    act = staticmethod(torch.tanh)
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = classifier_dropout(config)
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         first = self.dropout(hidden_states[:, 0])
@@ -131,12 +135,25 @@ class EncoderHead(_Base):
         return self.base_model(input_ids, return_dict=True, **given)
 
 
-class EncoderMaskedLM(EncoderHead):
-    """Logits of the word at every position."""
+class WordsHead(EncoderHead):
+    """A head of logits of words."""
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, vocabulary)"""
         raise NotImplementedError
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """What the output embedding multiplies (layers/word_loss.py)."""
+        return None
+
+
+class EncoderMaskedLM(WordsHead):
+    """Logits of the word at every position. loss_keywords: those that the family's loss takes.
+
+    In training the loss of a large vocabulary is computed without the logits, which are computed if they are read.
+    """
+
+    loss_keywords: ClassVar[tuple[str, ...]] = ()
 
     def predicted(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
@@ -168,16 +185,20 @@ class EncoderMaskedLM(EncoderHead):
             **kwargs,
         )
         hidden_states, labels = self.predicted(outputs.last_hidden_state, labels)
+        of_both = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        counted = {name: kwargs[name] for name in self.loss_keywords if name in kwargs}
+        loss = None if labels is None else fused_word_loss(self, hidden_states, labels, **counted)
+        if loss is not None:
+            deferred: Any = DeferredLogits(lambda: self.words(hidden_states))
+            output_class: Any = deferring(MaskedLMOutput)
+            made: MaskedLMOutput = output_class(loss=loss, logits=deferred, **of_both)
+            return made
         logits = self.words(hidden_states)
-        return MaskedLMOutput(
-            loss=None if labels is None else self.loss_of(logits, labels, **kwargs),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else self.loss_of(logits, labels, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, **of_both)
 
 
-class EncoderCausalLM(EncoderHead):
+class EncoderCausalLM(WordsHead):
     """Logits of the next word, of an encoder that runs as a decoder. `words` and `GenerationMixin` stand beside it."""
 
     arguments = (
@@ -196,10 +217,6 @@ class EncoderCausalLM(EncoderHead):
             logger.warning(
                 "%s sees the future: add is_decoder=True to the config to use it by itself", type(self).__name__
             )
-
-    def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) -> (B, T, vocabulary)"""
-        raise NotImplementedError
 
     @takes_cache
     @can_return_tuple
@@ -231,11 +248,24 @@ class EncoderCausalLM(EncoderHead):
             use_cache=False if labels is not None else use_cache,
             **kwargs,
         )
-        logits = self.words(keep_logits(outputs.last_hidden_state, logits_to_keep))
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        output_class: Any = CausalLMOutputWithCrossAttentions
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
+        logits: Any = None
+        every = (
+            isinstance(logits_to_keep, int)
+            and not logits_to_keep
+            and not {"shift_labels", "ignore_index"} & set(kwargs)
+        )
+        if labels is not None and every and self.loss_function is ForCausalLMLoss:
+            loss = fused_word_loss(self, kept, shifted_by_one(labels), **kwargs)
+        if loss is not None:
+            logits, output_class = DeferredLogits(lambda: self.words(kept)), deferring(output_class)
+        else:
+            logits = self.words(kept)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return output_class(
             loss=loss,
             logits=logits,
             **cache_keyword(cache_of(outputs)),

@@ -16,6 +16,7 @@ from easytorch.layers.basics import activation
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm, rms_norm
 from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, segments, without_padding
+from easytorch.layers.stock_names import given_by, of_layer, product_of, same_as
 from easytorch.operations import OperationRegistry
 
 gated_delta_rule = OperationRegistry.create("gated_delta_rule")
@@ -29,6 +30,8 @@ def log_decays(log_rates: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 class GatedRMSNorm(RMSNorm):
     """rms_norm(x) * silu(gate), the product in float32: (..., D) -> (..., D)."""
 
+    activation = "silu"
+
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         normalized = rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return (normalized * F.silu(gate.float())).to(hidden_states.dtype)
@@ -40,6 +43,17 @@ class GatedDeltaNet(nn.Module):
     A family overrides `add_modules` and `project` by how its checkpoints store them. Legend: B batch, T tokens,
     D hidden size, H heads of queries and keys, Dk their width, Hv heads of values, a multiple of H, Dv their width.
     """
+
+    num_k_heads = same_as("heads")
+    num_v_heads = same_as("value_heads")
+    head_k_dim = same_as("key_width")
+    head_v_dim = same_as("value_width")
+    key_dim, value_dim = product_of("heads", "key_width"), product_of("value_heads", "value_width")
+    conv_dim = given_by("conv1d.out_channels")
+    hidden_size = given_by("config.hidden_size")
+    conv_kernel_size = given_by("config.linear_conv_kernel_dim")
+    layer_norm_epsilon = given_by("config.rms_norm_eps")
+    layer_type = of_layer("config.layer_types")
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()

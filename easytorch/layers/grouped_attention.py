@@ -14,8 +14,9 @@ from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation, config_of_layer, wants_attentions
 from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.linear import linear
-from easytorch.layers.masks import CHUNKED, all_full, window_of
+from easytorch.layers.masks import CHUNKED, SLIDING, all_full, window_of
 from easytorch.layers.rotary import rotary
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.operations.dispatch.environment import untouched
 
 
@@ -28,6 +29,8 @@ class GroupedAttention(FusedProjections):
     the model. Legend: B batch, T tokens, D hidden size, H query heads, K key/value heads.
     """
 
+    hidden_size = given_by("config.hidden_size")
+    num_attention_heads = same_as("num_heads")
     fused: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     is_causal = True
     interleaved: ClassVar[bool] = False  # pairs that rotate together are adjacent, not half a head apart
@@ -107,6 +110,31 @@ class GroupedAttention(FusedProjections):
                 return turned
         return rotary(query, key, cos, sin, interleaved=self.interleaved)
 
+    @property
+    def is_sliding(self) -> bool:
+        return self.layer_type == SLIDING
+
+    @property
+    def rotary_ndims(self) -> int:
+        """How much of a head rotates."""
+        rope = self.config.rope_parameters or {}
+        return int(self.head_dim * rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def attn_logit_softcapping(self) -> float | None:
+        """The bound of the scores."""
+        return self._features.get("softcap")
+
+    @attn_logit_softcapping.setter
+    def attn_logit_softcapping(self, bound: float | None) -> None:
+        others = {name: value for name, value in self._features.items() if name != "softcap"}
+        self._features = others if bound is None else others | {"softcap": bound}
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores: `scaling`, where the queries are not scaled before."""
+        return self.scaling
+
     def features(self) -> Mapping[str, Any]:
         """Keywords of the attention function besides the tensors, the scale and the dropout."""
         return self._features
@@ -124,7 +152,7 @@ class GroupedAttention(FusedProjections):
             return None
         if self.layer_type == CHUNKED:
             features["chunk_size"] = self.config.attention_chunk_size
-        return features | {"softmax_scale": self.scaling}
+        return features | {"softmax_scale": self.score_scale}
 
     def attend_to_cache(
         self, cache: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, implementation: str,
@@ -172,7 +200,8 @@ class GroupedAttention(FusedProjections):
         attend = interface_of(implementation)
         dropout = self.attention_dropout if self.training else 0.0
         features = self.features()
+        scaling = self.score_scale
         output, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **features, **kwargs
+            self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **features, **kwargs
         )
         return self.project_output(output.reshape(batch, length, -1), *rest), weights

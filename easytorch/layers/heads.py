@@ -67,7 +67,42 @@ def _owner(owner: type, name: str) -> type:
     return next(one for one in owner.__mro__ if name in vars(one))
 
 
-class CausalLMHead(_Base):
+class FusedLoss(_Base):
+    """The loss of an `lm_head` without its logits. A family that changes logits overrides both `finish_logits` and
+    `logits_finish`."""
+
+    lm_head: Any
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
+        return logits
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        """`finish_logits` of the same class as a factor and a soft cap after it; None for no cap."""
+        return 1.0, None
+
+    def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
+
+        None where it needs the logits, because they are changed first or the head has hooks; or where they are few.
+        """
+        if self.loss_function is not ForCausalLMLoss:
+            return None
+        if _owner(type(self), "finish_logits") is not _owner(type(self), "logits_finish"):
+            return None
+        weight, bias = sharded_parameters(self.lm_head)
+        if weight is None:  # else the logits of all ranks would be gathered, in evaluation too
+            weight, bias = plain_parameters(self.lm_head)
+            if weight is None or hidden_states.dtype is not weight.dtype:
+                return None
+            if not self.training or not defers(hidden_states, weight):
+                return None
+        scale, softcap = self.logits_finish()
+        hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
+        return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
+
+
+class CausalLMHead(FusedLoss):
     """Logits of the next token, at every requested position. `GenerationMixin` comes after it among the bases."""
 
     backbone_class: ClassVar[type[nn.Module]]
@@ -111,34 +146,6 @@ class CausalLMHead(_Base):
         from easytorch.layers.stages import left_out_names
 
         return left_out_names(self)
-
-    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Hook between the lm_head and the loss: logits (B, T, vocabulary) -> the same shape."""
-        return logits
-
-    def logits_finish(self) -> tuple[float, float | None]:
-        """`finish_logits` of the same class as a factor and a soft cap after it; None for no cap."""
-        return 1.0, None
-
-    def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-        """transformers' loss of causal language models, of hidden states (B, T, D), without their logits.
-
-        None where it needs the logits, because they are changed first or the head has hooks; or where they are few.
-        """
-        if self.loss_function is not ForCausalLMLoss:
-            return None
-        if _owner(type(self), "finish_logits") is not _owner(type(self), "logits_finish"):
-            return None
-        weight, bias = sharded_parameters(self.lm_head)
-        if weight is None:  # else the logits of all ranks would be gathered, in evaluation too
-            weight, bias = plain_parameters(self.lm_head)
-            if weight is None or hidden_states.dtype is not weight.dtype:
-                return None
-            if not self.training or not defers(hidden_states, weight):
-                return None
-        scale, softcap = self.logits_finish()
-        hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
-        return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
 
     def sequence_refusal(self) -> str | None:
         """Why the ranks of a mesh cannot each compute their own tokens of a sequence; None where they can."""

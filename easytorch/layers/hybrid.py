@@ -22,7 +22,8 @@ class HybridLayer(DecoderLayer):
     linear_name: ClassVar[str] = "linear_attn"
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
-        self.is_linear = config.layer_types[layer_idx] == LINEAR
+        self.block_type = config.layer_types[layer_idx]
+        self.is_linear = self.block_type == LINEAR
         if self.is_linear:
             setattr(self, self.linear_name, self.linear_class(config, layer_idx))
         else:

@@ -17,6 +17,7 @@ from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.masks import all_full
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import rotary
+from easytorch.layers.stock_names import given_by
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import forced_by_environment
 
@@ -36,6 +37,11 @@ class LatentAttention(nn.Module):
     rotates, Dn of the rest of a query or key, Dv of a value.
     """
 
+    q_proj: Any
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
+    hidden_size = given_by("config.hidden_size")
     is_causal = True
     types_of_layers = staticmethod(all_full)
 
@@ -60,7 +66,9 @@ class LatentAttention(nn.Module):
         width = self.num_heads * self.qk_head_dim
         if self.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, width, bias=False)
+            self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
         else:
+            self.q_proj = None
             self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(self.q_lora_rank)
             self.q_b_proj = nn.Linear(self.q_lora_rank, width, bias=False)

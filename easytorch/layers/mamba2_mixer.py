@@ -14,6 +14,7 @@ from easytorch.cache_names import takes_states
 from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear
 from easytorch.layers.recurrent import GroupedRMSNorm, convolve, per_sequence, recurrent_state, without_padding
+from easytorch.layers.stock_names import of_layer
 from easytorch.operations import OperationRegistry
 
 ssm2 = OperationRegistry.create("ssm2")
@@ -26,6 +27,7 @@ class Mamba2Mixer(nn.Module):
     P head_dim, G groups of heads that share B and C, N state size. entries: the config's names of heads and groups.
     """
 
+    layer_type = of_layer("config.layer_types")
     entries: ClassVar[tuple[str, str]] = ("mamba_n_heads", "mamba_n_groups")
 
     def __init__(
@@ -51,7 +53,7 @@ class Mamba2Mixer(nn.Module):
             )
         if len(time_step_limit) != 2:
             raise ValueError(f"Mamba 2: config.time_step_limit={time_step_limit!r} must be (least, greatest)")
-        plain_activation(act)  # refused here by name, not at the first token
+        self.act = plain_activation(act)  # by name refused here, not at the first token; not called
         self.norm_before_gate = False
         self.layer_idx, self.activation, self.time_step_limit = layer_idx, act, tuple(time_step_limit)
         self.num_heads, self.head_dim, self.n_groups = heads, head_dim, groups

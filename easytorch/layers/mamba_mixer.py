@@ -15,6 +15,7 @@ from easytorch.layers.basics import plain_activation
 from easytorch.layers.linear import linear, plain_weight
 from easytorch.layers.mamba2_mixer import initial_time_steps
 from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, without_padding
+from easytorch.layers.stock_names import given_by, of_layer
 from easytorch.operations import OperationRegistry
 
 ssm1 = OperationRegistry.create("ssm1")
@@ -26,14 +27,18 @@ class MambaMixer(nn.Module):
     Legend: B batch, T tokens, D hidden size, C channels, N state size, R rank of the time step.
     """
 
+    layer_type = of_layer("config.layer_types")
+    use_mambapy = given_by("config.use_mambapy")
+    use_associative_scan = given_by("config.use_associative_scan")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        plain_activation(config.hidden_act)  # refused here by name, not at the first token
         if config.time_step_init_scheme not in ("constant", "random"):
             raise ValueError(
                 f"mamba: config.time_step_init_scheme={config.time_step_init_scheme!r}; it is 'constant' or 'random'"
             )
         self.layer_idx, self.activation = layer_idx, config.hidden_act
+        self.act = plain_activation(config.hidden_act)  # by name refused here, not at the first token; not called
         channels, hidden = config.intermediate_size, config.hidden_size
         if not channels:
             raise ValueError(f"mamba: config.intermediate_size={channels} must be 1 or more")

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from easytorch.layers.stock_names import same_as
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import untouched
 from easytorch.operations.rms_norm import RMSNorm as RMSNormOperation
@@ -17,6 +18,9 @@ layer_norm = OperationRegistry.create("layer_norm")
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension: (..., D) -> (..., D), in the input's dtype (arXiv:1910.07467)."""
+
+    eps = same_as("variance_epsilon")
+    with_scale = True
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -43,6 +47,8 @@ class Float32RMSNorm(RMSNorm):
 
 class PlainRMSNorm(nn.Module):
     """x / rms(x) over the last dimension, without a weight, in float32: (..., D) -> (..., D)."""
+
+    with_scale = False
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()

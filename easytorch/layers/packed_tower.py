@@ -21,6 +21,7 @@ from easytorch.layers.linear import linear, watched
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import pair
 from easytorch.layers.rotary import AxialRotaryTables, rotary
+from easytorch.layers.stock_names import given_by, product_of
 
 Segments = list[tuple[int, int]]  # runs of segments of equal length: (number of segments, patches of each)
 
@@ -33,6 +34,11 @@ def segments_of(boundaries: torch.Tensor) -> Segments:
 
 class PackedPatches(nn.Module):
     """The patch embedding: (N, channels * frames * height * width of a patch) -> (N, D)."""
+
+    patch_size = given_by("config.patch_size")
+    temporal_patch_size = given_by("config.temporal_patch_size")
+    in_channels = given_by("config.in_channels")
+    embed_dim = given_by("proj.out_channels")
 
     def __init__(self, config: Any, hidden_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -79,6 +85,7 @@ class VisionRotaryEmbedding(AxialRotaryTables):
 class PackedAttention(nn.Module):
     """Self-attention within segments (images, frames or windows): (N, D) -> (N, D)."""
 
+    dim = product_of("num_heads", "head_dim")
     is_causal = False
     num_key_value_groups = 1
 
@@ -87,7 +94,7 @@ class PackedAttention(nn.Module):
         self.config = config
         self.num_heads = config.num_heads
         self.head_dim = hidden_size // config.num_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling, self.attention_dropout = self.head_dim**-0.5, 0.0
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.proj = nn.Linear(hidden_size, hidden_size)
 
@@ -104,13 +111,15 @@ class PackedAttention(nn.Module):
         cos, sin = (table[None] for table in position_embeddings)
         query, key = rotary(query, key, cos, sin)
         attend, start, attended = interface_of(attn_implementation(self.config)), 0, []
+        dropout = self.attention_dropout if self.training else 0.0
+        how = {"scaling": self.scaling, "dropout": dropout, "is_causal": False}
         for (
             count,
             length,
         ) in segments:  # one call for a run of equal lengths, not for each segment
             here = slice(start, start := start + count * length)
             parts = (one[0, here].unflatten(0, (count, length)).transpose(1, 2) for one in (query, key, value))
-            output, _ = attend(self, *parts, None, scaling=self.scaling, dropout=0.0, is_causal=False, **kwargs)
+            output, _ = attend(self, *parts, None, **how, **kwargs)
             attended.append(output.reshape(count * length, -1))
         return linear(self.proj, torch.cat(attended))
 

@@ -55,6 +55,7 @@ class PerLayerEmbedding(_Backbone):
             if tokens < 1:
                 raise ValueError(f"{config.model_type}: config.vocab_size_per_layer_input={tokens} must be 1 or more")
             self.embed_tokens_per_layer = ScaledEmbedding(tokens, every, padding_of(config), width**0.5)
+            self.per_layer_input_scale, self.per_layer_model_projection_scale = 2.0**-0.5, config.hidden_size**-0.5
             self.per_layer_model_projection = nn.Linear(config.hidden_size, every, bias=False)
             self.per_layer_projection_norm = Float32RMSNorm(width, eps=config.rms_norm_eps)
 
@@ -94,6 +95,6 @@ class PerLayerEmbedding(_Backbone):
         self, inputs_embeds: torch.Tensor, per_layer_inputs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """inputs_embeds (B, T, D), per_layer_inputs (B, T, L, P) -> what each layer is given, (B, T, L, P)."""
-        projected = linear(self.per_layer_model_projection, inputs_embeds) * self.config.hidden_size**-0.5
+        projected = linear(self.per_layer_model_projection, inputs_embeds) * self.per_layer_model_projection_scale
         projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.hidden_size_per_layer_input)))
-        return projected if per_layer_inputs is None else (projected + per_layer_inputs) * 2.0**-0.5
+        return projected if per_layer_inputs is None else (projected + per_layer_inputs) * self.per_layer_input_scale

@@ -117,7 +117,7 @@ class GroupedRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, groups: int = 1, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.groups, self.variance_epsilon = groups, eps
+        self.groups, self.variance_epsilon, self.group_size = groups, eps, hidden_size // groups
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.groups == 1:

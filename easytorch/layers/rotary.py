@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, initialization
 from easytorch.kernels.rotary.frequencies import ROPE_TYPES, cos_sin, inverse_frequencies
 from easytorch.kernels.rotary.frequencies import Frequencies as Frequencies
 from easytorch.layers.config import config_of_layer
+from easytorch.layers.stock_names import given_by
 from easytorch.operations import OperationRegistry
 from easytorch.operations.rotary import Rotary
 
@@ -24,6 +25,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 class RotaryTables(nn.Module):
     """cos and sin of a model's positions, for each type of its layers."""
 
+    max_seq_len_cached = given_by("config.max_position_embeddings")
+    original_max_seq_len = given_by("config.max_position_embeddings")
     table_dtype: ClassVar[torch.dtype | None] = None  # dtype of cos and sin; None: that of the hidden states
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -44,6 +47,7 @@ class RotaryTables(nn.Module):
 class AxialRotaryTables(RotaryTables):
     """The frequencies of the columns and rows of an image, each of which rotates half of a head of `head_dim`."""
 
+    rope_type, attention_scaling = "axial", 1.0
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
 
@@ -75,7 +79,7 @@ class RotaryEmbedding(RotaryTables):
     """
 
     partial: ClassVar[bool] = False  # rotates only `partial_rotary_factor` of a head if True, else all of it
-    mrope_section: ClassVar[Sequence[int] | None] = None  # where the rope parameters have none
+    default_section: ClassVar[Sequence[int] | None] = None  # `mrope_section` where the rope parameters have none
     mrope_interleaved: ClassVar[bool] = False  # of the family, whatever the config says
 
     inv_freq: torch.Tensor
@@ -84,6 +88,8 @@ class RotaryEmbedding(RotaryTables):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.rope_type: str = config.rope_parameters["rope_type"]
+        if (section := config.rope_parameters.get("mrope_section", self.default_section)) is not None:
+            self.mrope_section = list(section)
         inv_freq, self.attention_scaling = self.initial_frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
@@ -113,8 +119,7 @@ class RotaryEmbedding(RotaryTables):
         if self.rope_type in _BY_LENGTH:
             longest = position_ids.max() + 1
             frequencies = self.frequencies(self.config, self.config.rope_parameters, device=x.device, seq_len=longest)
-        rope = self.config.rope_parameters
-        section = rope.get("mrope_section", self.mrope_section) if position_ids.dim() == 3 else None
+        section = getattr(self, "mrope_section", None) if position_ids.dim() == 3 else None
         dtype = self.table_dtype or x.dtype
         return cos_sin(
             position_ids, frequencies, dtype, mrope_section=section, mrope_interleaved=self.mrope_interleaved

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import initialization
 
 from easytorch.layers.kept_in_float32 import dtype_of
+from easytorch.layers.stock_names import same_as
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -26,6 +27,7 @@ class Router(nn.Module):
         """dtype: the weight's."""
         super().__init__()
         self.top_k, self.num_experts = config.num_experts_per_tok, num_experts
+        self.hidden_dim = config.hidden_size
         if not isinstance(self.top_k, int) or num_experts is None or not 1 <= self.top_k <= num_experts:
             raise ValueError(
                 f"{config.model_type}: config.num_experts_per_tok={self.top_k} of {num_experts} experts; it must be "
@@ -60,6 +62,8 @@ class SoftmaxRouter(Router):
 
     Mixtral (arXiv:2401.04088) normalizes and does not round; Qwen and OLMoE round and normalize if the config says so.
     """
+
+    norm_topk_prob = same_as("normalized")
 
     def __init__(self, config: Any, num_experts: int, *, normalized: bool, rounded: bool) -> None:
         super().__init__(config, num_experts)

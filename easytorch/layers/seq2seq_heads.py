@@ -32,19 +32,39 @@ else:
     _Base = object  # what has `encode_decode`, and the family's `PreTrainedModel`, come after it among the bases
 
 
+def fused_loss_of(
+    head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor, added: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The loss computed without materializing the logits; None where it needs them. added: a bias of the logits."""
+    weight, bias = plain_parameters(head)
+    if not head.training or weight is None or bias is not None or hidden_states.shape[:-1] != labels.shape:
+        return None
+    if hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
+        return None
+    added = None if added is None else added.flatten().to(weight.device, weight.dtype)
+    return causal_lm_loss(hidden_states, weight, labels, added, shift_labels=labels)
+
+
 def of_both(outputs: Seq2SeqModelOutput) -> dict[str, Any]:
     """The fields of encoder and decoder outputs that every head passes on."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 
 def decoder_output(
-    outputs: Any, logits: torch.Tensor, labels: torch.Tensor | None
+    outputs: Any, head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor | None
 ) -> CausalLMOutputWithCrossAttentions:
-    """The output of a decoder alone. logits (B, T, vocabulary), labels (B, T): the next token of each, not shifted."""
-    loss = None
-    if labels is not None:
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))
-    return CausalLMOutputWithCrossAttentions(
+    """The output of a decoder alone. head: of hidden_states (B, T, D); labels (B, T): the next token of each, not
+    shifted. In training the loss of a large vocabulary is computed without the logits."""
+    output_class: Any = CausalLMOutputWithCrossAttentions
+    logits: Any = None
+    loss = None if labels is None else fused_loss_of(head, hidden_states, labels)
+    if loss is not None:
+        logits, output_class = DeferredLogits(lambda: linear(head, hidden_states)), deferring(output_class)
+    else:
+        logits = linear(head, hidden_states)
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device))
+    made: CausalLMOutputWithCrossAttentions = output_class(
         loss=loss,
         logits=logits,
         **cache_keyword(cache_of(outputs)),
@@ -52,6 +72,7 @@ def decoder_output(
         attentions=outputs.attentions,
         cross_attentions=outputs.cross_attentions,
     )
+    return made
 
 
 class Seq2SeqLMHead(_Base):
@@ -80,14 +101,9 @@ class Seq2SeqLMHead(_Base):
 
     def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """The loss computed without materializing the logits; None where it needs them."""
-        weight, bias = plain_parameters(self.get_output_embeddings())
-        if not self.training or weight is None or bias is not None:
+        if not self.training:
             return None
-        if hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
-            return None
-        added = self.logits_bias()
-        added = None if added is None else added.flatten().to(weight.device, weight.dtype)
-        return causal_lm_loss(hidden_states, weight, labels, added, shift_labels=labels)
+        return fused_loss_of(self.get_output_embeddings(), hidden_states, labels, self.logits_bias())
 
     @takes_cache
     @can_return_tuple

@@ -19,6 +19,7 @@ from easytorch.layers.basics import activation
 from easytorch.layers.encoder import CrossAttention, MultiHeadAttention, SelfAttention
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by, same_as
 
 
 class Projections(MultiHeadAttention):
@@ -26,6 +27,9 @@ class Projections(MultiHeadAttention):
 
     fused = ("q_proj", "k_proj", "v_proj")
     dropout_rate = "attention_dropout"
+    dropout_module = False
+    embed_dim = given_by("config.d_model")
+    num_heads = same_as("num_attention_heads")
     key_bias: ClassVar[bool] = True
     out_proj: nn.Linear
 
@@ -38,14 +42,17 @@ class Projections(MultiHeadAttention):
 
 
 class EncoderSelfAttention(Projections, SelfAttention):
+    is_decoder = False
     heads_name = "encoder_attention_heads"
 
 
 class DecoderSelfAttention(Projections, SelfAttention):
+    is_decoder = True
     heads_name = "decoder_attention_heads"
 
 
 class DecoderCrossAttention(Projections, CrossAttention):
+    is_decoder = True
     heads_name = "decoder_attention_heads"
 
 
@@ -65,6 +72,7 @@ class Seq2SeqLayer(GradientCheckpointingLayer):
     """
 
     pre_norm: ClassVar[bool] = False
+    embed_dim = given_by("config.d_model")
 
     def add_mlp(self, config: Any, inner: int) -> None:
         self.dropout, self.activation_dropout = config.dropout, config.activation_dropout

@@ -16,6 +16,7 @@ from easytorch.layers.attention import interface_of, observed
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.rotary import rotary
+from easytorch.layers.stock_names import same_as
 
 # By type of layer: the keys (B, K, S, head_dim) and values of the layer that the last ones of that type read.
 SharedKeys = MutableMapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -46,6 +47,8 @@ class SharedKeysAttention(GroupedAttention):
     key/value heads.
     """
 
+    is_kv_shared_layer = same_as("reads")
+    store_full_length_kv = same_as("gives")
     reads: bool
     gives: bool
     source: int

@@ -20,6 +20,7 @@ from easytorch.layers.linear import linear
 from easytorch.layers.masks import types_of_config
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import rotary
+from easytorch.layers.stock_names import given_by, same_as
 
 INDEXED = "indexed_attention"
 # always a tensor: the indexer must not choose what comes later
@@ -34,9 +35,16 @@ class SparseIndexer(nn.Module):
     parts may differ there. A score of 0, of a key that no head matches, is the usual tie, and rare with 64 heads.
     """
 
-    def __init__(self, config: Any) -> None:
+    n_heads = same_as("heads")
+    qk_rope_head_dim = same_as("turning")
+    hidden_size = given_by("config.hidden_size")
+    q_lora_rank = given_by("config.q_lora_rank")
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
+        self.layer_idx = layer_idx
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.softmax_scale = self.head_dim**-0.5
         self.turning, self.index_topk = config.qk_rope_head_dim, config.index_topk
         if self.turning > self.head_dim:
             raise ValueError(
@@ -69,7 +77,7 @@ class SparseIndexer(nn.Module):
         query, key = torch.cat([query, *query_rest], dim=-1), torch.cat([key, *key_rest], dim=-1).squeeze(2)
         if cache is not None:
             key = cache.update_indexer(key, layer_idx)
-        scores = torch.matmul(query.float(), key.float().mT[:, None]) * self.head_dim**-0.5
+        scores = torch.matmul(query.float(), key.float().mT[:, None]) * self.softmax_scale
         weights = linear(self.weights_proj, hidden_states.to(self.weights_proj.weight.dtype)).float()
         scores = torch.matmul((weights * self.heads**-0.5)[:, :, None], scores.relu())[:, :, 0]
         mask = attention_mask[:, 0]
@@ -86,7 +94,7 @@ class SparseLatentAttention(LatentAttention):
         if self.q_lora_rank is None:
             raise ValueError(f"{self.config.model_type}: config.q_lora_rank must be a number, not None")
         super().make_projections(hidden, bias)
-        self.indexer = SparseIndexer(self.config)
+        self.indexer = SparseIndexer(self.config, self.layer_idx)
 
     @takes_cache
     def forward(

@@ -18,6 +18,7 @@ from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.linear import linear
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by, same_as
 
 
 class TowerAttention(GroupedAttention):
@@ -27,6 +28,9 @@ class TowerAttention(GroupedAttention):
     rate of the weights.
     """
 
+    embed_dim = given_by("config.hidden_size")
+    dropout = same_as("attention_dropout")
+    scale = same_as("scaling")
     is_causal = False
     output_name = "out_proj"
     order: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
@@ -118,6 +122,7 @@ def through(
 class TowerEncoder(nn.Module):
     """The layers as a module of their own. layers_name: what the family calls the list."""
 
+    gradient_checkpointing = False
     layers_name: ClassVar[str] = "layers"
 
     def __init__(self, config: Any, layer_class: type[TowerLayer]) -> None:

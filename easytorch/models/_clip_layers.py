@@ -11,6 +11,7 @@ from transformers import initialization as init
 
 from easytorch.layers.encoder import check_heads
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import TowerAttention, TowerLayer, TowerMLP
 from easytorch.layers.two_towers import TextEmbeddings
 from easytorch.protocol.native import NativeModel
@@ -29,6 +30,7 @@ class CLIPMLP(TowerMLP):
 
 
 class CLIPEncoderLayer(TowerLayer):
+    embed_dim = given_by("config.hidden_size")
     attention_name = "self_attn"
     norms = ("layer_norm1", "layer_norm2")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import Siglip2Config
 
+from easytorch.layers.stock_names import given_by
 from easytorch.models._siglip_layers import (
     SiglipAttention,
     SiglipEncoderLayer,
@@ -26,7 +27,7 @@ class Siglip2TextEmbeddings(SiglipTextEmbeddings):
 
 
 class Siglip2MultiheadAttentionPoolingHead(SiglipMultiheadAttentionPoolingHead):
-    pass
+    num_heads = given_by("config.num_attention_heads")
 
 
 class Siglip2PreTrainedModel(SiglipPreTrainedModel):

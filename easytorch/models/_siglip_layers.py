@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import PooledAttention, TowerEncoder, TowerLayer, TowerMLP
 from easytorch.layers.two_towers import TextEmbeddings, token_rows
 from easytorch.models._clip_layers import CLIPAttention
@@ -35,6 +36,7 @@ class SiglipMLP(TowerMLP):
 
 
 class SiglipEncoderLayer(TowerLayer):
+    embed_dim = given_by("config.hidden_size")
     attention_name = "self_attn"
     norms = ("layer_norm1", "layer_norm2")
     attention_class: type[SiglipAttention] = SiglipAttention

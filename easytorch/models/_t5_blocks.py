@@ -23,6 +23,7 @@ from easytorch.layers.norm import RMSNorm, rms_norm
 from easytorch.layers.relative_bias import relative_bias
 from easytorch.layers.seq2seq import own_cache
 from easytorch.layers.seq2seq_layers import within_half
+from easytorch.layers.stock_names import given_by, product_of, same_as
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -93,8 +94,17 @@ class T5LayerFF(nn.Module):
 class T5Projections(MultiHeadAttention):
     """Projections without biases, of heads whose width is their own, and scores that are not scaled."""
 
+    gradient_checkpointing = False
     fused = ("q", "k", "v")
     dropout_rate = "dropout_rate"
+    dropout_module = False
+    heads_name = "num_heads"
+    has_relative_attention_bias = False
+    relative_attention_num_buckets = given_by("config.relative_attention_num_buckets")
+    relative_attention_max_distance = given_by("config.relative_attention_max_distance")
+    d_model = given_by("config.d_model")
+    n_heads, key_value_proj_dim = same_as("num_attention_heads"), same_as("head_dim")
+    inner_dim = product_of("num_attention_heads", "head_dim")
 
     def __init__(self, config: Any, layer_idx: int, is_causal: bool = False) -> None:
         super().__init__(config, layer_idx, is_causal)

@@ -29,6 +29,7 @@ from easytorch.layers.seq2seq_layers import (
     EncoderSelfAttention,
     dropped,
 )
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeModel
 
 
@@ -99,6 +100,8 @@ class WhisperPreTrainedModel(NativeModel):
 
 
 class WhisperEncoder(WhisperPreTrainedModel):
+    num_mel_bins, max_source_positions = given_by("config.num_mel_bins"), given_by("config.max_source_positions")
+    padding_idx = given_by("config.pad_token_id")
     input_modalities: Any = ("audio",)
     _input_embed_layer = "conv1"
     _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": SelfAttention}  # noqa: RUF012
@@ -106,6 +109,8 @@ class WhisperEncoder(WhisperPreTrainedModel):
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__(config)
         width = config.d_model
+        self.dropout, self.layerdrop = config.dropout, config.encoder_layerdrop
+        self.embed_scale = math.sqrt(width) if config.scale_embedding else 1.0  # not used, in transformers neither
         if width % 2 or width < 4:
             raise ValueError(
                 f"whisper: config.d_model={width} must be even and at least 4: positions are "
@@ -151,14 +156,17 @@ class WhisperEncoder(WhisperPreTrainedModel):
         embedded = F.gelu(self.conv2(embedded)).transpose(1, 2)
         positions = torch.arange(embedded.shape[1], device=embedded.device)
         hidden_states = embedded + self.embed_positions(positions)
-        hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
+        hidden_states = F.dropout(hidden_states, self.dropout, self.training)
         for layer in self.layers:
-            if not dropped(self.config.encoder_layerdrop, self.training):
+            if not dropped(self.layerdrop, self.training):
                 hidden_states = layer(hidden_states, None, **kwargs)
         return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
 
 
 class WhisperDecoder(WhisperPreTrainedModel):
+    max_target_positions = given_by("config.max_target_positions")
+    max_source_positions = given_by("config.max_source_positions")
+    padding_idx = given_by("config.pad_token_id")
     main_input_name = "input_ids"
     input_modalities: Any = ("text",)
     _can_record_outputs = {  # noqa: RUF012
@@ -169,6 +177,8 @@ class WhisperDecoder(WhisperPreTrainedModel):
 
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__(config)
+        self.dropout, self.layerdrop = config.dropout, config.decoder_layerdrop
+        self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model, padding_of(config))
         self.embed_positions = nn.Embedding(config.max_target_positions, config.d_model)
         self.layers = nn.ModuleList(WhisperDecoderLayer(config, index) for index in range(config.decoder_layers))
@@ -212,10 +222,10 @@ class WhisperDecoder(WhisperPreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past
         hidden_states = inputs_embeds + self.embed_positions(position_ids)
-        hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
+        hidden_states = F.dropout(hidden_states, self.dropout, self.training)
         mask, _ = decoder_masks(self.config, inputs_embeds, attention_mask, None, None, cache)
         for layer in self.layers:
-            if not dropped(self.config.decoder_layerdrop, self.training):
+            if not dropped(self.layerdrop, self.training):
                 hidden_states = layer(
                     hidden_states,
                     mask,

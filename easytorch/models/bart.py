@@ -23,7 +23,6 @@ from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input, keep_logits
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.encoder import CrossAttention, SelfAttention
-from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.seq2seq import Seq2SeqModel, decoder_masks, new_cache
 from easytorch.layers.seq2seq_heads import (
@@ -34,6 +33,7 @@ from easytorch.layers.seq2seq_heads import (
     decoder_output,
 )
 from easytorch.layers.seq2seq_layers import DecoderLayer, EncoderLayer, dropped
+from easytorch.layers.stock_names import given_by
 from easytorch.models.opt import OPTLearnedPositionalEmbedding
 from easytorch.protocol.native import NativeModel
 
@@ -97,6 +97,7 @@ class BartPreTrainedModel(NativeModel):
 class BartHalf(BartPreTrainedModel):
     """Base class of the encoder and the decoder. final_norm: whether a norm follows the last layer (mBART)."""
 
+    padding_idx = given_by("config.pad_token_id")
     layer_class: ClassVar[type[Any]]
     final_norm: ClassVar[bool] = False
 
@@ -108,12 +109,18 @@ class BartHalf(BartPreTrainedModel):
         self.layernorm_embedding = LayerNorm(config.d_model)
         if self.final_norm:
             self.layer_norm = LayerNorm(config.d_model)
+        self.dropout, self.layerdrop = config.dropout, self.layerdrop_of(config)
         self.gradient_checkpointing = False
         self.post_init()
 
     @staticmethod
     def depth(config: BartConfig) -> int:
         """The number of layers."""
+        raise NotImplementedError
+
+    @staticmethod
+    def layerdrop_of(config: BartConfig) -> float:
+        """The share of layers that training leaves out."""
         raise NotImplementedError
 
     def embedded(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -124,13 +131,14 @@ class BartHalf(BartPreTrainedModel):
         """The first layer's input, of tokens that follow `past` others."""
         positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + past
         hidden_states = self.layernorm_embedding(inputs_embeds + self.embed_positions(positions))
-        return F.dropout(hidden_states, self.config.dropout, self.training)
+        return F.dropout(hidden_states, self.dropout, self.training)
 
     def leave(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.layer_norm(hidden_states) if self.final_norm else hidden_states
 
 
 class BartEncoder(BartHalf):
+    max_source_positions = given_by("config.max_position_embeddings")
     layer_class = BartEncoderLayer
     _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": SelfAttention}  # noqa: RUF012
 
@@ -138,6 +146,11 @@ class BartEncoder(BartHalf):
     def depth(config: Any) -> int:
         count: int = config.encoder_layers
         return count
+
+    @staticmethod
+    def layerdrop_of(config: Any) -> float:
+        rate: float = config.encoder_layerdrop
+        return rate
 
     @merge_with_config_defaults
     @capture_outputs
@@ -153,12 +166,13 @@ class BartEncoder(BartHalf):
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
         hidden_states = self.enter(inputs_embeds)
         for layer in self.layers:
-            if not dropped(self.config.encoder_layerdrop, self.training):
+            if not dropped(self.layerdrop, self.training):
                 hidden_states = layer(hidden_states, mask, **kwargs)
         return BaseModelOutput(last_hidden_state=self.leave(hidden_states))
 
 
 class BartDecoder(BartHalf):
+    max_target_positions = given_by("config.max_position_embeddings")
     layer_class = BartDecoderLayer
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": DecoderLayer,
@@ -170,6 +184,11 @@ class BartDecoder(BartHalf):
     def depth(config: Any) -> int:
         count: int = config.decoder_layers
         return count
+
+    @staticmethod
+    def layerdrop_of(config: Any) -> float:
+        rate: float = config.decoder_layerdrop
+        return rate
 
     @takes_cache
     @merge_with_config_defaults
@@ -198,7 +217,7 @@ class BartDecoder(BartHalf):
         )
         hidden_states = self.enter(inputs_embeds, 0 if cache is None else cache.get_seq_length())
         for layer in self.layers:
-            if not dropped(self.config.decoder_layerdrop, self.training):
+            if not dropped(self.layerdrop, self.training):
                 hidden_states = layer(
                     hidden_states,
                     mask,
@@ -348,5 +367,5 @@ class BartForCausalLM(BartPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = linear(self.lm_head, keep_logits(outputs.last_hidden_state, logits_to_keep))
-        return decoder_output(outputs, logits, labels)
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+        return decoder_output(outputs, self.lm_head, kept, labels)

@@ -23,11 +23,15 @@ from easytorch.layers.patches import (
     patch_tokens,
     resized_positions,
 )
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import TowerEncoder
 from easytorch.models._clip_layers import CLIPEncoderLayer, CLIPPreTrainedModel, init_weight
 
 
 class CLIPVisionEmbeddings(nn.Module):
+    embed_dim = given_by("config.hidden_size")
+    image_size = given_by("config.image_size")
+    num_positions = given_by("position_embedding.num_embeddings")
     position_ids: torch.Tensor
     has_class_token = True
     patch_bias = False
@@ -42,6 +46,10 @@ class CLIPVisionEmbeddings(nn.Module):
         count = self.grid[0] * self.grid[1] + self.has_class_token
         self.position_embedding = nn.Embedding(count, config.hidden_size)
         self.register_buffer("position_ids", torch.arange(count)[None], persistent=False)
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
 
     def init_buffers(self) -> None:
         """Fill the buffer after a load on the meta device."""

@@ -13,17 +13,22 @@ from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import RotaryEmbedding
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.models.mistral import MistralMLP
 from easytorch.protocol.native import NativeDecoder
 
 
 class CohereLayerNorm(LayerNorm):
+    variance_epsilon = same_as("eps")
+
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, bias=False)
 
 
 class HeadLayerNorm(nn.Module):
     """LayerNorm of each head with weights of its own, in float32: (B, T, H, head_dim) -> the same."""
+
+    variance_epsilon = same_as("norm.eps")
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -43,6 +48,7 @@ class CohereRotaryEmbedding(RotaryEmbedding):
 
 
 class CohereAttention(GroupedAttention):
+    use_qk_norm = given_by("config.use_qk_norm")
     interleaved = True
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -85,6 +91,7 @@ class CohereModel(DecoderBackbone, CoherePreTrainedModel):
 
 
 class CohereForCausalLM(CausalLMHead, CoherePreTrainedModel, GenerationMixin):
+    tie_word_embeddings = given_by("config.tie_word_embeddings")
     backbone_class = CohereModel
 
     def __init__(self, config: Any) -> None:

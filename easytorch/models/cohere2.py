@@ -10,6 +10,7 @@ from transformers import Cohere2Config, GenerationMixin
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.heads import CausalLMHead
 from easytorch.layers.masks import SLIDING, types_of_config
+from easytorch.layers.stock_names import given_by
 from easytorch.models.cohere import CohereAttention, CohereDecoderLayer, CohereRotaryEmbedding
 from easytorch.protocol.native import NativeDecoder
 
@@ -39,6 +40,7 @@ class Cohere2Model(DecoderBackbone, Cohere2PreTrainedModel):
 
 
 class Cohere2ForCausalLM(CausalLMHead, Cohere2PreTrainedModel, GenerationMixin):
+    tie_word_embeddings = given_by("config.tie_word_embeddings")
     backbone_class = Cohere2Model
 
     def __init__(self, config: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import DebertaV2Config
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from easytorch.layers.basics import activation, check_one_input
 from easytorch.layers.config_checks import padding_of
@@ -24,7 +24,8 @@ from easytorch.layers.encoder_heads import (
     EncoderSequenceClassification,
     EncoderTokenClassification,
 )
-from easytorch.layers.linear import linear
+from easytorch.layers.linear import linear, watched
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeModel
 
 
@@ -34,11 +35,13 @@ def embedding_size(config: Any) -> int:
 
 
 class DebertaV2Embeddings(nn.Module):
+    position_biased_input = given_by("config.position_biased_input")
     position_ids: torch.Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         width, positions, types = embedding_size(config), config.max_position_embeddings, config.type_vocab_size
+        self.embedding_size = width
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_of(config))
         self.position_embeddings = nn.Embedding(positions, width) if config.position_biased_input else None
         self.token_type_embeddings = nn.Embedding(types, width) if types > 0 else None
@@ -74,8 +77,8 @@ class DebertaV2Attention(EncoderAttention):
     self_class = DisentangledSelfAttention
 
 
-class DebertaV2Layer(PostNormLayer):
-    """(B, T, D) -> (B, T, D); conv: the branch beside the first layer, of its input."""
+class DebertaV2FirstLayer(PostNormLayer):
+    """(B, T, D) -> (B, T, D), whose output the convolution changes before it is a hidden state of the model."""
 
     attention_class = DebertaV2Attention
 
@@ -84,23 +87,28 @@ class DebertaV2Layer(PostNormLayer):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        conv: nn.Module | None = None,
-        real: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        outputs = super().forward(hidden_states, attention_mask, None, positions, **kwargs)
-        return outputs if conv is None else conv(hidden_states, outputs, real)
+        return super().forward(hidden_states, attention_mask, None, positions, **kwargs)
+
+
+class DebertaV2Layer(DebertaV2FirstLayer):
+    """(B, T, D) -> (B, T, D), a hidden state of the model."""
 
 
 class DebertaV2Encoder(PostNormEncoder):
     def __init__(self, config: Any) -> None:
-        super().__init__(config, DebertaV2Layer)
-        self.rel_embeddings, self.LayerNorm = None, None
-        if config.relative_attention:
-            self.rel_embeddings = nn.Embedding(2 * span_of(config)[2], config.hidden_size)
-        if "layer_norm" in [one.strip() for one in getattr(config, "norm_rel_ebd", "none").lower().split("|")]:
-            self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         convolves = getattr(config, "conv_kernel_size", 0) > 0
+        super().__init__(config, DebertaV2Layer, DebertaV2FirstLayer if convolves else None)
+        self.rel_embeddings, self.LayerNorm = None, None
+        self.relative_attention = config.relative_attention
+        if config.relative_attention:
+            self.position_buckets = getattr(config, "position_buckets", -1)
+            _, self.max_relative_positions, span = span_of(config)
+            self.rel_embeddings = nn.Embedding(2 * span, config.hidden_size)
+        self.norm_rel_ebd = [one.strip() for one in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
+        if "layer_norm" in self.norm_rel_ebd:
+            self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.conv = ConvolutionBranch(config, activation(getattr(config, "conv_act", "tanh"))) if convolves else None
 
     def positions(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
@@ -115,8 +123,10 @@ class DebertaV2Encoder(PostNormEncoder):
     ) -> torch.Tensor:
         positions = self.positions(hidden_states)
         for index, layer in enumerate(self.layer):
-            more = {"conv": self.conv, "real": real} if index == 0 and self.conv is not None else {}
-            hidden_states = layer(hidden_states, attention_mask, positions, **more, **kwargs)
+            outputs = layer(hidden_states, attention_mask, positions, **kwargs)
+            if index == 0 and self.conv is not None:  # outside the layer: hooks of it see what is before
+                outputs = self.conv(hidden_states, outputs, real)
+            hidden_states = outputs
         return hidden_states
 
 
@@ -125,7 +135,7 @@ class DebertaV2PreTrainedModel(NativeModel):
     config_class = DebertaV2Config
     base_model_prefix = "deberta"
     _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": DebertaV2Layer,
+        "hidden_states": [OutputRecorder(DebertaV2Layer), OutputRecorder(ConvolutionBranch)],
         "attentions": DisentangledSelfAttention,
     }
     _keys_to_ignore_on_load_unexpected = ["position_embeddings", r"embeddings\.position_ids$"]  # noqa: RUF012
@@ -141,6 +151,7 @@ class DebertaV2PreTrainedModel(NativeModel):
 
 
 class DebertaV2Model(DebertaV2PreTrainedModel):
+    z_steps = 0  # of the enhanced mask decoder, which transformers has not either
     has_pooler = False
 
     def __init__(self, config: DebertaV2Config) -> None:
@@ -198,7 +209,8 @@ def tokens_of(attention_mask: torch.Tensor | None, words: torch.Tensor) -> torch
 class DebertaV2WordTransform(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, embedding_size(config))
+        self.embedding_size = embedding_size(config)
+        self.dense = nn.Linear(config.hidden_size, self.embedding_size)
         self.transform_act_fn = activation(config.hidden_act)
         self.LayerNorm = nn.LayerNorm(embedding_size(config), eps=config.layer_norm_eps)
 
@@ -211,6 +223,7 @@ class DebertaV2WordHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.embedding_size = embedding_size(config)
         self.transform = DebertaV2WordTransform(config)
         self.decoder = nn.Linear(embedding_size(config), config.vocab_size)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -262,6 +275,12 @@ class DebertaV2ForMaskedLM(EncoderMaskedLM, DebertaV2PreTrainedModel):
         if self.legacy:
             return self.cls.predictions(hidden_states)
         return self.lm_predictions.lm_head(hidden_states, self.get_input_embeddings())
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        if not self.legacy or watched(self.cls.predictions):
+            return None
+        transformed: torch.Tensor = self.cls.predictions.transform(hidden_states)
+        return transformed
 
     def get_output_embeddings(self) -> nn.Module:
         head: nn.Module = self.cls.predictions.decoder if self.legacy else self.lm_predictions.lm_head.dense

@@ -18,6 +18,7 @@ from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.layers.rotary import Float32RotaryEmbedding, rotary
 from easytorch.layers.routers import GroupedSoftmaxRouter
+from easytorch.layers.stock_names import given_by
 from easytorch.models.glm4_moe import Glm4MoeExperts, Glm4MoeMoE
 from easytorch.protocol.native import NativeMoeDecoder
 
@@ -35,6 +36,8 @@ class DeepseekV2Attention(LatentAttention):
 
 
 class DeepseekV2TopkRouter(GroupedSoftmaxRouter):
+    topk_method = given_by("config.topk_method")
+
     def __init__(self, config: Any) -> None:
         methods = {"greedy": (1, 1), "group_limited_greedy": (config.n_group, config.topk_group)}
         if config.topk_method not in methods:

@@ -16,6 +16,7 @@ from easytorch.layers.image_backbone import DinoBackbone, DinoEncoder, DinoFeatu
 from easytorch.layers.mlp import GatedMLP, PlainMLP
 from easytorch.layers.patches import grid_of, masked_tokens, pair, patch_projection, patch_tokens
 from easytorch.layers.rotary import RotaryTables
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import ScaledTowerLayer, TowerAttention
 from easytorch.protocol.native import NativeModel
 
@@ -39,11 +40,13 @@ class DINOv3ViTEmbeddings(nn.Module):
 class DINOv3ViTRopePositionEmbedding(RotaryTables):
     """cos and sin of each patch's row and column, both in [-1, 1]; the tokens before the patches do not rotate."""
 
+    base = given_by("config.rope_theta")
     inv_freq: torch.Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.head_dim = config.hidden_size // config.num_attention_heads
+        self.num_patches_h, self.num_patches_w = grid_of(config)
         if self.head_dim % 4:
             raise ValueError(
                 f"{config.model_type}: heads of {self.head_dim} numbers (config.hidden_size / "

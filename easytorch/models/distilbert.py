@@ -28,6 +28,7 @@ from easytorch.layers.encoder_heads import (
     EncoderTokenClassification,
 )
 from easytorch.layers.linear import linear
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "inputs_embeds", "labels", "position_ids")
@@ -57,6 +58,7 @@ class Embeddings(nn.Module):
 class DistilBertSelfAttention(SelfAttention):
     fused = ("q_lin", "k_lin", "v_lin")
     dropout_rate = "attention_dropout"
+    n_heads, dim = same_as("num_attention_heads"), given_by("config.dim")
 
     def make_projections(self, hidden_size: int) -> None:
         super().make_projections(hidden_size)
@@ -67,6 +69,8 @@ class DistilBertSelfAttention(SelfAttention):
 
 
 class FFN(nn.Module):
+    seq_len_dim = 1  # of `apply_chunking_to_forward`
+
     def __init__(self, config: DistilBertConfig) -> None:
         super().__init__()
         self.dropout = nn.Dropout(config.dropout)
@@ -78,7 +82,7 @@ class FFN(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.chunk_size_feed_forward:  # `apply_chunking_to_forward` looks at signatures each time
             return self.ff_chunk(input)
-        return apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, 1, input)
+        return apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, input)
 
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
         return self.dropout(linear(self.lin2, self.activation(linear(self.lin1, input))))
@@ -197,8 +201,10 @@ class DistilBertForMaskedLM(EncoderMaskedLM, DistilBertPreTrainedModel):
         self.vocab_projector = nn.Linear(config.dim, config.vocab_size)
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        transformed = self.activation(linear(self.vocab_transform, hidden_states))
-        return linear(self.vocab_projector, self.vocab_layer_norm(transformed))
+        return linear(self.vocab_projector, self.word_states(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.vocab_layer_norm(self.activation(linear(self.vocab_transform, hidden_states)))
 
     def get_output_embeddings(self) -> nn.Module:
         return self.vocab_projector

@@ -81,11 +81,12 @@ class ElectraModel(BertBackbone, ElectraPreTrainedModel):
 class ElectraGeneratorPredictions(nn.Module):
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__()
+        self.activation = activation("gelu")
         self.LayerNorm = nn.LayerNorm(config.embedding_size, eps=config.layer_norm_eps)
         self.dense = nn.Linear(config.hidden_size, config.embedding_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.LayerNorm(F.gelu(linear(self.dense, hidden_states)))
+        return self.LayerNorm(self.activation(linear(self.dense, hidden_states)))
 
 
 class ElectraDiscriminatorPredictions(nn.Module):
@@ -102,7 +103,12 @@ class ElectraDiscriminatorPredictions(nn.Module):
 
 
 class ElectraClassificationHead(ClassificationHead):
-    act = staticmethod(F.gelu)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.activation = activation("gelu")
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(x)
 
 
 class ElectraWords(_Base):
@@ -116,7 +122,10 @@ class ElectraWords(_Base):
         self.generator_lm_head = nn.Linear(config.embedding_size, config.vocab_size)
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return linear(self.generator_lm_head, self.generator_predictions(hidden_states))
+        return linear(self.generator_lm_head, self.word_states(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.generator_predictions(hidden_states)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.generator_lm_head

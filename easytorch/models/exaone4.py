@@ -15,12 +15,15 @@ from easytorch.layers.heads import (
 )
 from easytorch.layers.masks import SLIDING
 from easytorch.layers.norm import RMSNorm
+from easytorch.layers.stock_names import given_by
 from easytorch.models.olmo2 import Olmo2DecoderLayer
 from easytorch.models.qwen3 import Qwen3Attention
 from easytorch.protocol.native import NativeDecoder
 
 
 class Exaone4Attention(Qwen3Attention):
+    sliding_window_pattern = given_by("config.sliding_window_pattern")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx, bias=False)
         self.use_rope = config.sliding_window is None or self.layer_type == SLIDING

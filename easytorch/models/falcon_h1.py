@@ -19,6 +19,7 @@ from easytorch.layers.hybrid import HybridBackbone
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import FULL, LINEAR, Masks, masks_by_layer_type, types_of_config
 from easytorch.layers.mlp import GatedMLP
+from easytorch.layers.stock_names import given_by, product_of
 from easytorch.protocol.native import NativeDecoder
 
 BOTH = "hybrid"  # transformers' name for layers of attention and of a state
@@ -27,14 +28,21 @@ BOTH = "hybrid"  # transformers' name for layers of attention and of a state
 class FalconH1Attention(GroupedAttention):
     types_of_layers = staticmethod(types_of_config)
 
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.key_multiplier = config.key_multiplier
+
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value = super().project(hidden_states)
-        return query, key * self.config.key_multiplier, value
+        return query, key * self.key_multiplier, value
 
 
 class FalconH1Mixer(mamba2_mixer.Mamba2Mixer):
     """The parts of its projection have multipliers of their own; the norm is left out, or comes before the gate."""
 
+    chunk_size = given_by("config.mamba_chunk_size")
+    mamba_rms_norm = given_by("config.mamba_rms_norm")
+    groups_time_state_size = product_of("n_groups", "ssm_state_size")
     mup_vector: torch.Tensor
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -96,10 +104,12 @@ class FalconH1DecoderLayer(DecoderLayer):
     norms = ("input_layernorm", "pre_ff_layernorm")
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
-        self.config = config
+        self.attention_in_multiplier = config.attention_in_multiplier
+        self.attn_out_multiplier, self.ssm_out_multiplier = config.attention_out_multiplier, config.ssm_out_multiplier
         self.feed_forward = FalconH1MLP(config)
         self.mamba = FalconH1Mixer(config, layer_idx)
-        self.self_attn = self.attention_class(config, layer_idx)
+        self.self_attn = attention = self.attention_class(config, layer_idx)
+        self.channels_attn = (attention.num_heads + 2 * attention.num_key_value_heads) * attention.head_dim
         for name in self.norms:
             setattr(self, name, self.new_norm(config))
 
@@ -107,16 +117,16 @@ class FalconH1DecoderLayer(DecoderLayer):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: Masks, cache: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        config, normalized = self.config, self.input_layernorm(hidden_states)
+        normalized = self.input_layernorm(hidden_states)
         mixed = self.mamba(normalized, **state_keyword(cache), attention_mask=attention_mask[LINEAR], **kwargs)
         attended, _ = self.self_attn(
-            hidden_states=normalized * config.attention_in_multiplier,
+            hidden_states=normalized * self.attention_in_multiplier,
             attention_mask=attention_mask[FULL],
             **cache_keyword(cache),
             **kwargs,
         )
-        attended = attended * config.attention_out_multiplier
-        hidden_states = hidden_states + (mixed * config.ssm_out_multiplier + attended)
+        attended = attended * self.attn_out_multiplier
+        hidden_states = hidden_states + (mixed * self.ssm_out_multiplier + attended)
         return hidden_states + self.feed_forward(self.pre_ff_layernorm(hidden_states))  # type: ignore[operator]
 
 
@@ -158,6 +168,9 @@ class FalconH1ForCausalLM(CausalLMHead, FalconH1PreTrainedModel, GenerationMixin
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * self.model.lm_head_multiplier
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return self.model.lm_head_multiplier, None
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep

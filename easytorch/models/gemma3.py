@@ -23,6 +23,7 @@ from easytorch.layers.heads import SequenceClassificationHead
 from easytorch.layers.image_text import ImageTextHead, ImageTextModel, TokenTypesOfPrompt
 from easytorch.layers.masks import Masks, masks_by_layer_type
 from easytorch.layers.norm import ZeroCenteredRMSNorm
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.protocol.native import NativeImageText
 
 _INPUTS = (
@@ -40,6 +41,8 @@ _INPUTS = (
 class Gemma3MultiModalProjector(nn.Module):
     """The mean of each square of patches, normalised and projected: (I, patches, tower's) -> (I, N, D)."""
 
+    kernel_size = same_as("pooled")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         vision, tokens = config.vision_config, config.mm_tokens_per_image
@@ -47,7 +50,8 @@ class Gemma3MultiModalProjector(nn.Module):
         self.mm_soft_emb_norm = ZeroCenteredRMSNorm(vision.hidden_size, eps=vision.layer_norm_eps)
         self.patches_per_image = vision.image_size // vision.patch_size
         self.tokens_per_image = tokens
-        self.pooled = self.patches_per_image // max(int(tokens**0.5), 1)  # patches of a token's side
+        self.tokens_per_side = max(int(tokens**0.5), 1)
+        self.pooled = self.patches_per_image // self.tokens_per_side  # patches of a token's side
         self.avg_pool = nn.AvgPool2d(kernel_size=self.pooled, stride=self.pooled)
 
     def forward(self, vision_outputs: torch.Tensor) -> torch.Tensor:
@@ -91,6 +95,7 @@ def masks_with_images(
 
 
 class Gemma3Model(ImageTextModel, Gemma3PreTrainedModel):
+    vocab_size = given_by("config.text_config.vocab_size")
     projector_class = Gemma3MultiModalProjector
     output_class = Gemma3ModelOutputWithPast
     mask_arguments = ("token_type_ids",)

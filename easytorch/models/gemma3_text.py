@@ -18,6 +18,7 @@ from easytorch.layers.heads import SequenceClassificationHead, SoftcappedCausalL
 from easytorch.layers.masks import FULL, SLIDING, Masks, masks_by_layer_type, types_of_config
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
+from easytorch.layers.stock_names import given_by
 from easytorch.models.gemma2 import Gemma2DecoderLayer, score_scale
 from easytorch.protocol.native import NativeDecoder
 
@@ -32,6 +33,7 @@ class Gemma3Attention(HeadNormAttention):
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):
+    layer_idx = given_by("self_attn.layer_idx")
     attention_class = Gemma3Attention
 
 

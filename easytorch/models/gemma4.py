@@ -47,6 +47,7 @@ class Gemma4MultimodalEmbedder(nn.Module):
     def __init__(self, tower: Any, text: Any) -> None:
         super().__init__()
         width = getattr(tower, "output_proj_dims", tower.hidden_size)
+        self.multimodal_hidden_size, self.text_hidden_size, self.eps = width, text.hidden_size, tower.rms_norm_eps
         self.embedding_projection = nn.Linear(width, text.hidden_size, bias=False)
         self.embedding_pre_projection_norm = PlainRMSNorm(tower.rms_norm_eps)
 

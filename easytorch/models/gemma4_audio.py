@@ -24,6 +24,7 @@ from easytorch.layers.basics import activation
 from easytorch.layers.encoder import check_heads
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import Float32RMSNorm, LayerNorm
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.models.gemma4_text import NO_SPLIT
 from easytorch.models.gemma4_vision import Gemma4ClippableLinear
 from easytorch.protocol.native import NativeModel
@@ -38,12 +39,14 @@ def clamp_finite(hidden_states: torch.Tensor, bound: float) -> torch.Tensor:
 class Gemma4AudioRelPositionalEncoding(nn.Module):
     """Sines, then cosines, of the distances to the tokens that one attends to: (S // 2 + 1, D), the furthest first."""
 
+    hidden_size = same_as("width")
     inv_timescales: torch.Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.width = config.hidden_size
-        self.furthest = context_size(config) // 2
+        self.context_size = context_size(config)
+        self.furthest = self.context_size // 2
         self.register_buffer("inv_timescales", self._inverse(), persistent=False)
 
     def _inverse(self) -> torch.Tensor:
@@ -70,6 +73,11 @@ def context_size(config: Any) -> int:
 class Gemma4AudioAttention(nn.Module):
     """Each chunk of queries over its context, with relative positions (arXiv:1901.02860) in the scores."""
 
+    attention_logits_soft_cap = given_by("config.attention_logit_cap")
+    chunk_size = same_as("chunk")
+    max_past_horizon = same_as("before")
+    max_future_horizon = same_as("after")
+    context_size = same_as("context")
     softcap: torch.Tensor
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -179,6 +187,8 @@ class Gemma4AudioSubSampleConvProjection(nn.Module):
 class Gemma4AudioFeedForward(nn.Module):
     """x + norm(layer2(act(layer1(norm(x))))) * residual_weight: (B, T, D) -> (B, T, D)."""
 
+    gradient_clipping = same_as("bound")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, project = config.hidden_size, partial(Gemma4ClippableLinear, clips=config.use_clipped_linears)
@@ -203,6 +213,8 @@ class Gemma4AudioCausalConv1d(nn.Conv1d):
 class Gemma4AudioLightConv1d(nn.Module):
     """x + end(act(norm(conv(glu(start(norm(x))))))): (B, T, D) -> (B, T, D)."""
 
+    gradient_clipping = same_as("bound")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, project = config.hidden_size, partial(Gemma4ClippableLinear, clips=config.use_clipped_linears)
@@ -222,6 +234,8 @@ class Gemma4AudioLightConv1d(nn.Module):
 
 
 class Gemma4AudioLayer(GradientCheckpointingLayer):
+    gradient_clipping = same_as("bound")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.feed_forward1 = Gemma4AudioFeedForward(config)

@@ -53,6 +53,7 @@ class Gemma4TextAttention(SharedKeysAttention):
 
     def make_projections(self, bias: bool, out_bias: bool) -> None:
         self.set_sharing()
+        self.use_alternative_attention = self.config.attention_k_eq_v and not self.is_sliding
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
         width, kv_width = (heads * self.head_dim for heads in (self.num_heads, self.num_key_value_heads))
         self.q_proj = nn.Linear(hidden, width, bias=bias)
@@ -61,7 +62,7 @@ class Gemma4TextAttention(SharedKeysAttention):
         if not self.reads:
             self.k_norm, self.v_norm = Float32RMSNorm(self.head_dim, eps), PlainRMSNorm(eps)
             self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
-            one = self.config.attention_k_eq_v and self.sliding_window is None
+            one = self.use_alternative_attention
             self.v_proj = None if one else nn.Linear(hidden, kv_width, bias=bias)  # type: ignore[assignment]
             self.fused = ("q_proj", "k_proj") if one else ("q_proj", "k_proj", "v_proj")
         self.o_proj = nn.Linear(width, hidden, bias=out_bias)

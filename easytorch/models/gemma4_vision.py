@@ -27,12 +27,13 @@ from easytorch.layers.linear import linear
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import Float32RMSNorm, PlainRMSNorm
 from easytorch.layers.rotary import AxialRotaryTables, head_dim_of, rotary
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.models.gemma4_text import NO_SPLIT
 from easytorch.protocol.native import NativeModel
 
 
 class Gemma4ClippableLinear(ClippedLinear):
-    pass
+    use_clipped_linears = same_as("clips")
 
 
 class Gemma4VisionAttention(GroupedAttention):
@@ -80,6 +81,7 @@ class Gemma4VisionMLP(GatedMLP):
 
 
 class Gemma4VisionEncoderLayer(PrePostNormLayer):
+    layer_idx = given_by("self_attn.layer_idx")
     attention_class = Gemma4VisionAttention
     mlp_class = Gemma4VisionMLP
     norm_class = Float32RMSNorm
@@ -105,6 +107,8 @@ class Gemma4VisionRotaryEmbedding(AxialRotaryTables):
 
 
 class Gemma4VisionEncoder(nn.Module):
+    num_layers = given_by("config.num_hidden_layers")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
@@ -127,6 +131,10 @@ class Gemma4VisionEncoder(nn.Module):
 
 class Gemma4VisionPatchEmbedder(nn.Module):
     """A projection of a patch's values, and learned embeddings of its column and its row."""
+
+    hidden_size = given_by("config.hidden_size")
+    patch_size = given_by("config.patch_size")
+    position_embedding_size = given_by("config.position_embedding_size")
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -157,6 +165,9 @@ class Gemma4VisionPatchEmbedder(nn.Module):
 
 class Gemma4VisionPooler(nn.Module):
     """The mean of each square of patches, times sqrt(D), in float32, which float16 could not hold."""
+
+    hidden_size = given_by("config.hidden_size")
+    root_hidden_size = same_as("scale")
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ from easytorch.layers.heads import (
 )
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -47,6 +48,13 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Attention(GroupedAttention):
+    embed_dim = given_by("config.hidden_size")
+    split_size = given_by("config.hidden_size")
+    scale_attn_weights = given_by("config.scale_attn_weights")
+    scale_attn_by_inverse_layer_idx = given_by("config.scale_attn_by_inverse_layer_idx")
+    reorder_and_upcast_attn = given_by("config.reorder_and_upcast_attn")
+    is_cross_attention = False
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         if config.hidden_size % config.num_attention_heads:
             heads, width = config.num_attention_heads, config.hidden_size
@@ -72,6 +80,7 @@ class GPT2Attention(GroupedAttention):
 class GPT2CrossAttention(GPT2Attention):
     """Keys and values come from the encoder, once: later tokens read them from the cache."""
 
+    is_cross_attention = True
     is_causal = False
 
     def make_projections(self, bias: bool, out_bias: bool) -> None:
@@ -176,6 +185,7 @@ class GPT2PreTrainedModel(NativeDecoder):
 
 
 class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
+    embed_dim = given_by("config.hidden_size")
     layer_class = GPT2Block
     output_class = BaseModelOutputWithPastAndCrossAttentions
     rotary_class = None

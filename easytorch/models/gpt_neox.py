@@ -22,6 +22,7 @@ from easytorch.layers.linear import linear
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import PartialRotaryEmbedding
+from easytorch.layers.stock_names import same_as
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -33,6 +34,7 @@ class GPTNeoXMLP(PlainMLP):
 
 
 class GPTNeoXAttention(GroupedAttention):
+    head_size = same_as("head_dim")
     output_name = "dense"
 
     def make_projections(self, bias: bool, out_bias: bool) -> None:

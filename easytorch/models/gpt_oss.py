@@ -22,6 +22,7 @@ from easytorch.layers.moe_heads import BalancedCausalLMHead
 from easytorch.layers.norm import Float32RMSNorm
 from easytorch.layers.routers import TopKSoftmaxRouter
 from easytorch.layers.sparse_moe import SparseMoe
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeMoeDecoder
 from easytorch.protocol.packed_loading import packed_checkpoint
 
@@ -42,6 +43,8 @@ class GptOssAttention(GroupedAttention):
 class GptOssExperts(Experts):
     """(up + 1) * gate * sigmoid(alpha * gate), both clamped; gate and up are the even and the odd columns."""
 
+    hidden_size = given_by("config.hidden_size")
+    intermediate_size = given_by("config.intermediate_size")
     has_bias = True
     is_transposed = True
     is_concatenated = False

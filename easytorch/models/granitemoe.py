@@ -17,6 +17,7 @@ from easytorch.layers.experts import Experts
 from easytorch.layers.moe_heads import BalancedCausalLMHead
 from easytorch.layers.routers import Routed, TopKSoftmaxRouter
 from easytorch.layers.sparse_moe import SparseMoe
+from easytorch.layers.stock_names import given_by
 from easytorch.models.granite import GraniteAttention
 from easytorch.protocol.native import NativeMoeDecoder
 
@@ -44,6 +45,7 @@ class GraniteMoeTopKRouter(TopKSoftmaxRouter):
 
 
 class GraniteMoeMoE(SparseMoe):
+    input_size = given_by("config.hidden_size")
     order = ("router", "experts")
     router_class = GraniteMoeTopKRouter
     experts_class = GraniteMoeExperts

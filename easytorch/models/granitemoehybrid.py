@@ -19,6 +19,7 @@ from easytorch.layers.hybrid import HybridBackbone
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import LINEAR, types_of_config
 from easytorch.layers.rotary import RotaryEmbedding
+from easytorch.layers.stock_names import given_by
 from easytorch.models.granite import GraniteAttention
 from easytorch.models.granitemoe import GraniteMoeHead, GraniteMoeMoE, GraniteMoeTopKRouter
 from easytorch.protocol.native import NativeMoeDecoder
@@ -29,6 +30,8 @@ class GraniteMoeHybridAttention(GraniteAttention):
 
 
 class GraniteMoeHybridMambaLayer(mamba2_mixer.Mamba2Mixer):
+    chunk_size = given_by("config.mamba_chunk_size")
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(
             layer_idx,
@@ -49,6 +52,9 @@ class GraniteMoeHybridMambaLayer(mamba2_mixer.Mamba2Mixer):
 class GraniteMoeHybridMLP(nn.Module):
     """output(act(gate) * up), gate and up stored as one: (B, T, D) -> (B, T, D)."""
 
+    input_size = given_by("config.hidden_size")
+    hidden_size = given_by("config.shared_intermediate_size")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.activation = activation(config.hidden_act)
@@ -61,6 +67,8 @@ class GraniteMoeHybridMLP(nn.Module):
 
 
 class GraniteMoeHybridDecoderLayer(DecoderLayer):
+    mamba: Any
+    self_attn: Any
     attention_class = GraniteMoeHybridAttention
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
@@ -68,11 +76,12 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
             setattr(self, name, self.new_norm(config))
         self.block_sparse_moe = GraniteMoeMoE(config) if config.num_local_experts > 0 else None
         self.shared_mlp = GraniteMoeHybridMLP(config)
-        self.is_linear = config.layer_types[layer_idx] == LINEAR
+        self.block_type, self.has_experts = config.layer_types[layer_idx], config.num_local_experts > 0
+        self.is_linear = self.block_type == LINEAR
         if self.is_linear:
-            self.mamba = GraniteMoeHybridMambaLayer(config, layer_idx)
+            self.self_attn, self.mamba = None, GraniteMoeHybridMambaLayer(config, layer_idx)
         else:
-            self.self_attn = self.attention_class(config, layer_idx)
+            self.self_attn, self.mamba = self.attention_class(config, layer_idx), None
         self.residual_multiplier = config.residual_multiplier
 
     @takes_cache
@@ -133,3 +142,6 @@ class GraniteMoeHybridForCausalLM(GraniteMoeHead, GraniteMoeHybridPreTrainedMode
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits / self.logits_scaling
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0 / self.logits_scaling, None

@@ -12,6 +12,7 @@ from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import Frequencies, RotaryEmbedding, head_dim_of
+from easytorch.layers.stock_names import given_by
 from easytorch.models.mistral import MistralMLP
 from easytorch.protocol.native import NativeDecoder
 
@@ -48,6 +49,7 @@ class HunYuanDenseV1Attention(GroupedAttention):
 
 
 class HunYuanDenseV1DecoderLayer(DecoderLayer):
+    layer_idx = given_by("self_attn.layer_idx")
     attention_class = HunYuanDenseV1Attention
     mlp_class = MistralMLP
 

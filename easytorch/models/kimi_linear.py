@@ -26,6 +26,7 @@ from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.layers.norm import RMSNorm, rms_norm
 from easytorch.layers.recurrent import convolve, per_sequence, recurrent_state, segments, without_padding
 from easytorch.layers.routers import GroupedSigmoidRouter
+from easytorch.layers.stock_names import given_by, of_layer, product_of, same_as
 from easytorch.models.glm4_moe import Glm4MoeMLP, Glm4MoeMoE
 from easytorch.protocol.native import NativeMoeDecoder
 
@@ -44,6 +45,8 @@ class KimiLinearAttention(LatentAttention):
 class KimiLinearRMSNormGated(RMSNorm):
     """rms_norm(x) * sigmoid(gate), the product in float32: (..., Dv) -> (..., Dv)."""
 
+    activation = "sigmoid"
+
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         normalized = rms_norm(hidden_states.float(), self.weight.float(), self.variance_epsilon)
         return (normalized * gate.float().sigmoid()).to(hidden_states.dtype)
@@ -51,6 +54,10 @@ class KimiLinearRMSNormGated(RMSNorm):
 
 class KimiLinearForgetGate(nn.Module):
     """The logarithm of the decay of every channel of a key, float32: (B, T, D) -> (B, T, H, Dk)."""
+
+    head_dim = same_as("width")
+    num_heads = same_as("heads")
+    qkv_dim = product_of("heads", "width")
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -77,6 +84,14 @@ class KimiLinearDeltaAttention(FusedProjections):
     Legend: B batch, T tokens, D hidden size, H heads, Dk the width of queries, keys and values.
     """
 
+    hidden_size = given_by("config.hidden_size")
+    num_heads = given_by("config.linear_num_heads")
+    head_dim = same_as("width")
+    qkv_dim = product_of("num_heads", "width")
+    conv_dim = given_by("conv1d.out_channels")
+    conv_kernel_size = given_by("config.linear_conv_kernel_dim")
+    layer_norm_epsilon = given_by("config.rms_norm_eps")
+    layer_type = of_layer("config.layer_types")
     fused = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: Any, layer_idx: int) -> None:

@@ -23,6 +23,7 @@ from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import grid_of, pair
 from easytorch.layers.rotary import RotaryTables
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.layers.tower import TowerAttention, TowerEncoder, TowerLayer
 from easytorch.layers.tower_outputs import tower_fields
 from easytorch.models.llama4_text import Llama4ForCausalLM
@@ -42,6 +43,7 @@ class Llama4VisionMLP(PlainMLP):
 
 
 class Llama4VisionEncoderLayer(TowerLayer):
+    hidden_size = given_by("config.hidden_size")
     attention_name = "self_attn"
     norms = ("input_layernorm", "post_attention_layernorm")
 
@@ -114,6 +116,9 @@ class Llama4VisionRotaryEmbedding(RotaryTables):
 class Llama4VisionMLP2(nn.Module):
     """act(fc2(act(fc1(x)))), without biases."""
 
+    hidden_size = given_by("config.hidden_size")
+    intermediate_size = given_by("config.intermediate_size")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.intermediate_size, config.projector_input_dim, bias=False)
@@ -130,10 +135,14 @@ class Llama4VisionMLP2(nn.Module):
 class Llama4VisionPixelShuffleMLP(nn.Module):
     """A token of each square of patches: (I, N, D) -> (I, N * pixel_shuffle_ratio ** 2, projector_output_dim)."""
 
+    pixel_shuffle_ratio = same_as("ratio")
+    output_dim = given_by("config.projector_output_dim")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.ratio = config.pixel_shuffle_ratio
+        self.inner_dim = int(config.projector_input_dim // self.ratio**2)
         self.mlp = Llama4VisionMLP2(config)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -166,6 +175,10 @@ class Llama4PreTrainedModel(NativeMoeDecoder):
 
 
 class Llama4VisionModel(Llama4PreTrainedModel):
+    image_size = given_by("config.image_size")
+    patch_size = given_by("config.patch_size")
+    hidden_size = given_by("config.hidden_size")
+    num_channels = given_by("config.num_channels")
     config: Llama4VisionConfig
     config_class = Llama4VisionConfig
     base_model_prefix = "vision_model"
@@ -183,7 +196,8 @@ class Llama4VisionModel(Llama4PreTrainedModel):
         self.scale = config.hidden_size**-0.5
         self.patch_embedding = Llama4UnfoldConvolution(config)
         self.class_embedding = nn.Parameter(self.scale * torch.randn(config.hidden_size))
-        positions = self.scale * torch.randn(rows * columns + 1, config.hidden_size)
+        self.num_patches = rows * columns + 1  # and the class token
+        positions = self.scale * torch.randn(self.num_patches, config.hidden_size)
         self.positional_embedding_vlm = nn.Parameter(positions)
         self.rotary_embedding = Llama4VisionRotaryEmbedding(config)
         self.layernorm_pre = LayerNorm(config.hidden_size)
@@ -251,6 +265,7 @@ class Llama4ForConditionalGeneration(ImageTextModel, Llama4PreTrainedModel, Gene
         self.multi_modal_projector = self.projector_class(config)
         self.language_model = Llama4ForCausalLM._from_config(config.text_config)
         self.vocab_size = config.text_config.vocab_size
+        self.pad_token_id = getattr(config, "pad_token_id", config.text_config.pad_token_id or -1)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()

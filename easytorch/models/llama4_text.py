@@ -23,6 +23,7 @@ from easytorch.layers.norm import PlainRMSNorm
 from easytorch.layers.rotary import Float32RotaryEmbedding
 from easytorch.layers.routers import Router
 from easytorch.layers.sparse_moe import SparseMoe
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeMoeDecoder
 
 
@@ -36,6 +37,7 @@ class Llama4TextMLP(GatedMLP):
 class Llama4TextAttention(GroupedAttention):
     """Layers with positions normalise what was rotated; those without scale queries by where they stand."""
 
+    attn_temperature_tuning = given_by("config.attn_temperature_tuning")
     interleaved = True
     types_of_layers = staticmethod(types_of_config)
 
@@ -63,6 +65,9 @@ class Llama4TextAttention(GroupedAttention):
 
 
 class Llama4TextExperts(Experts):
+    hidden_size = given_by("config.hidden_size")
+    intermediate_size = given_by("config.intermediate_size")
+    expert_dim = given_by("config.intermediate_size")
     is_transposed = True
     scales_inputs = True
 
@@ -73,6 +78,9 @@ class Llama4TextExperts(Experts):
 class Llama4Router(Router):
     """The sigmoid of the k largest logits, in float32 and rounded to their dtype."""
 
+    in_features = given_by("hidden_dim")
+    out_features = given_by("num_experts")
+
     def __init__(self, config: Any) -> None:
         super().__init__(config, config.num_local_experts)
 
@@ -82,6 +90,9 @@ class Llama4Router(Router):
 
 
 class Llama4TextMoe(SparseMoe):
+    top_k = given_by("router.top_k")
+    num_experts = given_by("router.num_experts")
+    hidden_dim = given_by("router.hidden_dim")
     order = ("experts", "router")
     router_class = Llama4Router
     experts_class = Llama4TextExperts
@@ -97,8 +108,13 @@ class Llama4TextMoe(SparseMoe):
 class Llama4TextDecoderLayer(DecoderLayer):
     """With experts in the layers that `moe_layers` names."""
 
+    layer_idx = given_by("self_attn.layer_idx")
     attention_class = Llama4TextAttention
     mlp_name = "feed_forward"
+
+    @property
+    def is_moe_layer(self) -> bool:
+        return isinstance(self.feed_forward, Llama4TextMoe)
 
     def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
         if layer_idx in config.moe_layers:

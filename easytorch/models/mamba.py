@@ -15,16 +15,20 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.cache_names import STATES, cache_of, state_keyword, takes_states
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
+from easytorch.layers.heads import FusedLoss
 from easytorch.layers.linear import linear
 from easytorch.layers.mamba_mixer import MambaMixer
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.recurrent import padding_mask
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeDecoder
 
 
 class MambaBlock(GradientCheckpointingLayer):
     """x + mixer(norm(x)), the sum in float32 where `config.residual_in_fp32`: (B, T, D) -> (B, T, D)."""
 
+    layer_idx = given_by("mixer.layer_idx")
     mixer_class: ClassVar[type[nn.Module]] = MambaMixer
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -118,7 +122,7 @@ class MambaModel(ArgumentsInOrder, MambaPreTrainedModel):
         return output
 
 
-class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
+class MambaForCausalLM(ArgumentsInOrder, FusedLoss, MambaPreTrainedModel, GenerationMixin):
     backbone_class: ClassVar[type[MambaModel]] = MambaModel
     output_class: ClassVar[Any] = MambaCausalLMOutput
     arguments: ClassVar[tuple[str, ...]] = (
@@ -161,7 +165,8 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
     ) -> MambaCausalLMOutput:
         """As the backbone's, and logits (B, T, vocabulary), float32, of the positions `logits_to_keep` names.
 
-        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here.
+        labels (B, T): the tokens themselves, -100 where no loss is taken; the shift by one is done here. In training
+        the loss of a large vocabulary is computed without the logits, which are computed if they are read.
         """
         outputs = self.backbone(
             input_ids,
@@ -173,12 +178,18 @@ class MambaForCausalLM(ArgumentsInOrder, MambaPreTrainedModel, GenerationMixin):
             seq_idx=seq_idx,
             return_dict=True,
         )
-        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
-        logits = linear(self.lm_head, kept.to(self.lm_head.weight.dtype)).float()
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output: MambaCausalLMOutput = self.output_class(
+        kept = keep_logits(outputs.last_hidden_state, logits_to_keep).to(self.lm_head.weight.dtype)
+        loss, output_class = None, self.output_class
+        logits: Any = None
+        if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+            loss = self.fused_loss(kept, labels, **kwargs)
+        if loss is not None:
+            logits, output_class = DeferredLogits(lambda: linear(self.lm_head, kept).float()), deferring(output_class)
+        else:
+            logits = linear(self.lm_head, kept).float()
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output: MambaCausalLMOutput = output_class(
             loss=loss, logits=logits, **state_keyword(cache_of(outputs)), hidden_states=outputs.hidden_states
         )
         return output

@@ -9,10 +9,16 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2CausalLMOutput, Mam
 
 from easytorch.cache_names import STATES
 from easytorch.layers import mamba2_mixer
+from easytorch.layers.stock_names import given_by
 from easytorch.models.mamba import MambaBlock, MambaForCausalLM, MambaModel, MambaPreTrainedModel
 
 
 class Mamba2Mixer(mamba2_mixer.Mamba2Mixer):
+    chunk_size = given_by("config.chunk_size")
+    time_step_rank = given_by("config.time_step_rank")
+    time_step_min = given_by("config.time_step_min")
+    time_step_max = given_by("config.time_step_max")
+    time_step_floor = given_by("config.time_step_floor")
     entries = ("num_heads", "n_groups")
 
     def __init__(self, config: Any, layer_idx: int) -> None:

@@ -42,6 +42,8 @@ class Mistral3PatchMerger(nn.Module):
 class Mistral3MultiModalProjector(nn.Module):
     """linear_2(act(linear_1(merge(norm(x))))): (N, features of the tower) -> (tokens, D)."""
 
+    num_feature_layers = 1
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         layers, hidden, bias = (

@@ -15,6 +15,7 @@ from easytorch.layers.heads import QuestionAnsweringHead, SequenceClassification
 from easytorch.layers.moe_heads import BalancedCausalLMHead
 from easytorch.layers.routers import SoftmaxRouter
 from easytorch.layers.sparse_moe import SparseMoe, jitter
+from easytorch.layers.stock_names import given_by
 from easytorch.models.mistral import MistralAttention
 from easytorch.protocol.native import NativeMoeDecoder
 
@@ -34,6 +35,7 @@ class MixtralTopKRouter(SoftmaxRouter):
 
 
 class MixtralSparseMoeBlock(SparseMoe):
+    top_k = given_by("gate.top_k")
     router_class: ClassVar[type[Any]] = MixtralTopKRouter
     experts_class: ClassVar[type[Any]] = MixtralExperts
 

@@ -34,6 +34,7 @@ from easytorch.layers.linear import linear
 from easytorch.layers.masks import FULL, SLIDING, Masks, check_layer_types, types_of_config
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding, rotary
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
@@ -70,6 +71,7 @@ class ModernBertMLP(nn.Module):
 
 
 class ModernBertAttention(nn.Module):
+    deterministic_flash_attn = given_by("config.deterministic_flash_attn")
     is_causal = False
 
     def __init__(self, config: ModernBertConfig, layer_idx: int) -> None:
@@ -114,6 +116,8 @@ class ModernBertAttention(nn.Module):
 
 class ModernBertEncoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); the embeddings are normalised already."""
+
+    layer_idx = given_by("attn.layer_idx")
 
     def __init__(self, config: ModernBertConfig, layer_idx: int) -> None:
         super().__init__()
@@ -252,22 +256,28 @@ class ModernBertModel(ModernBertPreTrainedModel):
 class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
     backbone_class = ModernBertModel
     arguments = ARGUMENTS
+    loss_keywords = ("num_items_in_batch",)
     _tied_weights_keys = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}  # noqa: RUF012
 
     def add_head(self, config: ModernBertConfig) -> None:
+        self.sparse_prediction = config.sparse_prediction
+        self.sparse_pred_ignore_index = config.sparse_pred_ignore_index
         self.head = ModernBertPredictionHead(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=config.decoder_bias)
 
     def predicted(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if labels is None or not self.config.sparse_prediction:
+        if labels is None or not self.sparse_prediction:
             return hidden_states, labels
-        masked = labels.flatten() != self.config.sparse_pred_ignore_index
+        masked = labels.flatten() != self.sparse_pred_ignore_index
         return hidden_states.flatten(0, 1)[masked], labels.flatten()[masked]
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return linear(self.decoder, self.head(hidden_states))
+
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_states)
 
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

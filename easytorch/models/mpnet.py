@@ -25,7 +25,8 @@ from easytorch.layers.encoder_heads import (
 )
 from easytorch.layers.linear import linear
 from easytorch.layers.relative_bias import relative_bias
-from easytorch.models.roberta import positions_after_padding
+from easytorch.layers.stock_names import given_by
+from easytorch.models.roberta import RobertaWords, positions_after_padding
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
@@ -34,6 +35,7 @@ BUCKETS, FARTHEST = 32, 128
 
 
 class MPNetEmbeddings(nn.Module):
+    padding_idx = PADDING
     position_ids: torch.Tensor
 
     def __init__(self, config: MPNetConfig) -> None:
@@ -84,6 +86,8 @@ class MPNetLayer(PostNormLayer):
 
 
 class MPNetEncoder(PostNormEncoder):
+    n_heads = given_by("config.num_attention_heads")
+
     def __init__(self, config: MPNetConfig) -> None:
         super().__init__(config, MPNetLayer)
         if config.relative_attention_num_buckets < BUCKETS:
@@ -169,6 +173,8 @@ class MPNetForMaskedLM(EncoderMaskedLM, MPNetPreTrainedModel):
 
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_states)
+
+    word_states = RobertaWords.word_states
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head.decoder

@@ -34,7 +34,10 @@ class NemotronLayerNorm1P(LayerNorm):
 
 
 class NemotronAttention(GroupedAttention):
-    pass
+    @property
+    def partial_rotary_factor(self) -> float:
+        factor: float = self.config.rope_parameters["partial_rotary_factor"]
+        return factor
 
 
 class NemotronDecoderLayer(DecoderLayer):

@@ -26,6 +26,7 @@ from easytorch.layers.moe_heads import MoeCausalLMHead
 from easytorch.layers.recurrent import recurrent_mask
 from easytorch.layers.routers import GroupedSigmoidRouter
 from easytorch.layers.sparse_moe import SparseMoe
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeMoeDecoder
 
 
@@ -37,6 +38,8 @@ class NemotronHAttention(GroupedAttention):
 
 
 class NemotronHMamba2Mixer(mamba2_mixer.Mamba2Mixer):
+    chunk_size = given_by("config.chunk_size")
+    use_mem_eff_path = True
     entries = ("mamba_num_heads", "n_groups")
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -106,6 +109,7 @@ class NemotronHMoE(SparseMoe):
 class NemotronHBlock(DecoderLayer):
     """x + mixer(norm(x)): (B, T, D) -> (B, T, D)."""
 
+    block_type = given_by("layer_type")
     attention_class = NemotronHAttention
     norm_eps = "layer_norm_epsilon"
     mixers: ClassVar[Mapping[str, type[nn.Module]]] = {
@@ -116,7 +120,7 @@ class NemotronHBlock(DecoderLayer):
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
         self.norm = self.new_norm(config)
-        self.layer_type = config.layer_types[layer_idx]
+        self.layer_idx, self.layer_type = layer_idx, config.layer_types[layer_idx]
         mixer = self.attention_class if self.layer_type == FULL else self.mixers[self.layer_type]
         self.mixer = mixer(config, layer_idx)
 
@@ -192,6 +196,9 @@ class NemotronHForCausalLM(MoeCausalLMHead, NemotronHPreTrainedModel, Generation
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.float()
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, None
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         kwargs["logits_to_keep"] = self.config.num_logits_to_keep

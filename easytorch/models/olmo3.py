@@ -9,6 +9,7 @@ from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead
 from easytorch.layers.masks import types_of_config
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding
+from easytorch.layers.stock_names import given_by
 from easytorch.models.olmo2 import Olmo2Attention, Olmo2DecoderLayer
 from easytorch.protocol.native import NativeDecoder
 
@@ -18,6 +19,7 @@ class Olmo3RotaryEmbedding(LayerTypeRotaryEmbedding):
 
 
 class Olmo3Attention(Olmo2Attention):
+    attention_type = given_by("layer_type")
     types_of_layers = staticmethod(types_of_config)
 
 

@@ -21,6 +21,7 @@ from easytorch.layers.heads import CausalLMHead, QuestionAnsweringHead, Sequence
 from easytorch.layers.linear import linear
 from easytorch.layers.masks import Masks
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by, same_as
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -38,19 +39,26 @@ class OPTLearnedPositionalEmbedding(nn.Embedding):
 
 class OPTAttention(GroupedAttention):
     output_name = "out_proj"
+    embed_dim, enable_bias = given_by("config.hidden_size"), given_by("config.enable_bias")
+    dropout = same_as("attention_dropout")
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx, scaling=1.0, bias=config.enable_bias)  # `rotate` scales the queries
+        super().__init__(config, layer_idx, bias=config.enable_bias)
 
     def make_projections(self, bias: bool, out_bias: bool) -> None:
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
             setattr(self, name, nn.Linear(self.config.hidden_size, self.config.hidden_size, bias=bias))
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, *positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return query * self.head_dim**-0.5, key
+        return query * self.scaling, key
+
+    @property
+    def score_scale(self) -> float:
+        return 1.0  # `rotate` scales the queries
 
 
 class OPTDecoderLayer(DecoderLayer):
+    embed_dim = given_by("config.hidden_size")
     attention_class = OPTAttention
 
     def add_modules(self, config: Any, layer_idx: int) -> None:
@@ -90,11 +98,25 @@ class OPTPreTrainedModel(NativeDecoder):
 
 
 class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
+    dropout, max_target_positions = given_by("config.dropout"), given_by("config.max_position_embeddings")
     layer_class = OPTDecoderLayer
     rotary_class = None
     masks_by_positions = False  # as transformers' OPT, which does not read packed sequences out of them
 
     embed_tokens: nn.Module
+
+    @property
+    def layerdrop(self) -> float:
+        """The share of layers that training leaves out, each by itself."""
+        layers: Any = self.layers
+        rate: float = layers[0].layerdrop
+        return rate
+
+    @layerdrop.setter
+    def layerdrop(self, rate: float) -> None:
+        layer: Any
+        for layer in self.layers:
+            layer.layerdrop = rate
 
     def add_modules(self, config: Any) -> None:
         hidden, embedded = config.hidden_size, config.word_embed_proj_dim

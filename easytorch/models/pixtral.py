@@ -72,6 +72,7 @@ class PixtralTransformer(TowerEncoder):
 class PixtralVisionRotaryEmbedding(RotaryTables):
     """cos and sin of rows and columns: every other frequency turns by the row, those between by the column."""
 
+    rope_type, attention_scaling = "axial", 1.0
     inv_freq: torch.Tensor
     original_inv_freq: torch.Tensor
 

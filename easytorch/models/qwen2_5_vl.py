@@ -29,6 +29,7 @@ from easytorch.layers.packed_tower import (
     segments_of,
 )
 from easytorch.layers.patches import pair
+from easytorch.layers.stock_names import given_by, product_of
 from easytorch.layers.video_text import (
     VIDEO_TEXT_INPUTS,
     VideoTextHead,
@@ -66,6 +67,8 @@ class Qwen2_5_VLPreTrainedModel(NativeVideoText):
 
 
 class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
+    patch_size = given_by("config.patch_size")
+    spatial_merge_unit = product_of("spatial_merge_size", "spatial_merge_size")
     config: Qwen2_5_VLVisionConfig
     config_class = Qwen2_5_VLVisionConfig
     _no_split_modules = ["Qwen2_5_VLVisionBlock"]  # noqa: RUF012
@@ -79,6 +82,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         super().__init__(config)
         width = config.hidden_size
         self.spatial_merge_size = config.spatial_merge_size
+        self.window_size, self.fullatt_block_indexes = config.window_size, config.fullatt_block_indexes
         self.patch_embed = PackedPatches(config, width)
         self.rotary_pos_emb = VisionRotaryEmbedding(config, width)
         self.blocks = nn.ModuleList(Qwen2_5_VLVisionBlock(config) for _ in range(config.depth))
@@ -98,7 +102,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         order, bounds = get_vision_window_index(
             grid_thw,
             spatial_merge_size=merge,
-            window_size=self.config.window_size,
+            window_size=self.window_size,
             patch_size=pair(self.config.patch_size)[0],
             kwargs=kwargs,
         )
@@ -107,7 +111,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         hidden_states = _by_squares(self.patch_embed(hidden_states), order, merge)
         rotations = tuple(_by_squares(one, order, merge) for one in self.rotary_pos_emb(hidden_states, positions))
         for index, block in enumerate(self.blocks):
-            segments = frames if index in self.config.fullatt_block_indexes else windows
+            segments = frames if index in self.fullatt_block_indexes else windows
             hidden_states = block(hidden_states, segments=segments, position_embeddings=rotations, **kwargs)
         merged = self.merger(hidden_states)[order.argsort()]
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=merged)

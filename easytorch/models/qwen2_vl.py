@@ -15,6 +15,7 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.linear import linear, watched
+from easytorch.layers.masks import SLIDING
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
@@ -114,7 +115,7 @@ class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
 
 
 class Qwen2VLRotaryEmbedding(MultimodalRotaryEmbedding):
-    mrope_section = (16, 24, 24)
+    default_section = (16, 24, 24)
 
 
 class Qwen2VLAttention(Qwen2Attention):
@@ -127,6 +128,7 @@ class Qwen2VLDecoderLayer(DecoderLayer):
 
 
 class Qwen2VLDecoder(MultimodalPositions, DecoderBackbone):
+    has_sliding_layers = property(lambda self: SLIDING in self.layer_types)
     rotary_class = Qwen2VLRotaryEmbedding
     plain_positions_pack = False
 

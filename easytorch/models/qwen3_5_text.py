@@ -43,7 +43,7 @@ class Qwen3_5DecoderLayer(HybridLayer):
 
 
 class Qwen3_5TextRotaryEmbedding(MultimodalRotaryEmbedding, PartialRotaryEmbedding):
-    mrope_section = (11, 11, 10)
+    default_section = (11, 11, 10)
     mrope_interleaved = True
 
 

@@ -30,6 +30,7 @@ from easytorch.layers.packed_tower import (
     VisionRotaryEmbedding,
     segments_of,
 )
+from easytorch.layers.stock_names import given_by, product_of
 from easytorch.layers.video_text import (
     VIDEO_TEXT_INPUTS,
     VideoTextHead,
@@ -79,7 +80,7 @@ class Qwen3VLVisionPatchMerger(nn.Module):
 
 
 class Qwen3VLTextRotaryEmbedding(MultimodalRotaryEmbedding):
-    mrope_section = (24, 20, 20)
+    default_section = (24, 20, 20)
     mrope_interleaved = True
 
 
@@ -131,6 +132,9 @@ class Qwen3VLPreTrainedModel(NativeVideoText):
 class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
     """config.deepstack_visual_indexes: the layers whose features are given too; a config may have none of that name."""
 
+    patch_size = given_by("config.patch_size")
+    spatial_merge_unit = product_of("spatial_merge_size", "spatial_merge_size")
+    interpolation_align_corners, interpolation_mode = True, "bilinear"
     config: Any
     config_class: Any = Qwen3VLVisionConfig
     block_class: ClassVar[type[Qwen3VLVisionBlock]] = Qwen3VLVisionBlock

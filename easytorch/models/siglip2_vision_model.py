@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.patches import pair
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import TowerEncoder
 from easytorch.models._siglip2_layers import (
     Siglip2EncoderLayer,
@@ -28,13 +29,17 @@ from easytorch.models._siglip2_layers import (
 
 
 class Siglip2VisionEmbeddings(nn.Module):
+    embed_dim = given_by("config.hidden_size")
+    patch_size = given_by("config.patch_size")
+    num_patches = given_by("config.num_patches")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         rows, columns = pair(config.patch_size)
         side = int(config.num_patches**0.5)
         if config.num_patches < 1 or side**2 != config.num_patches:
             raise ValueError(f"{config.model_type}: config.num_patches={config.num_patches} is no square of an integer")
-        self.grid = (side, side)
+        self.grid, self.position_embedding_size = (side, side), side
         self.patch_embedding = nn.Linear(config.num_channels * rows * columns, config.hidden_size)
         self.position_embedding = nn.Embedding(config.num_patches, config.hidden_size)
 

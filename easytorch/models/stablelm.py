@@ -22,6 +22,7 @@ class StableLmLayerNormPerHead(nn.Module):
 
     def __init__(self, head_dim: int, heads: int, eps: float) -> None:
         super().__init__()
+        self.dim, self.num_heads = head_dim, heads
         self.norms = nn.ModuleList(LayerNorm(head_dim, eps=eps, bias=False) for _ in range(heads))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from easytorch.layers.heads import CausalLMHead, SequenceClassificationHead, Tok
 from easytorch.layers.masks import all_within_window
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -54,6 +55,7 @@ class Starcoder2PreTrainedModel(NativeDecoder):
 
 
 class Starcoder2Model(DecoderBackbone, Starcoder2PreTrainedModel):
+    embedding_dropout = given_by("config.embedding_dropout")
     layer_class = Starcoder2DecoderLayer
 
     def enter(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -29,11 +29,14 @@ from easytorch.layers.patches import (
     patch_tokens,
     resized_positions,
 )
+from easytorch.layers.stock_names import given_by
 from easytorch.layers.tower import TowerAttention, TowerLayer, TowerMLP, through
 from easytorch.protocol.native import NativeModel
 
 
 class ViTPatchEmbeddings(nn.Module):
+    num_channels = given_by("config.num_channels")
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.grid = grid_of(config)
@@ -46,6 +49,9 @@ class ViTPatchEmbeddings(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
+    patch_size = given_by("config.patch_size")
+    image_size = given_by("patch_embeddings.image_size")
+
     def __init__(self, config: Any, use_mask_token: bool = False) -> None:
         super().__init__()
         self.cls_token = nn.Parameter(torch.randn(1, 1, config.hidden_size))

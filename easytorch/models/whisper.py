@@ -251,8 +251,7 @@ class WhisperForCausalLM(WhisperPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = linear(self.proj_out, outputs.last_hidden_state)
-        return decoder_output(outputs, logits, labels)
+        return decoder_output(outputs, self.proj_out, outputs.last_hidden_state, labels)
 
 
 class WhisperForAudioClassification(WhisperPreTrainedModel):

@@ -30,7 +30,7 @@ def balance_experts(model: nn.Module, axes: Mapping[str, int]) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
     for module in model.modules():
         config = getattr(module, "config", None)
-        if config is not None and hasattr(module, "gate_up_proj"):
+        if config is not None and hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
             config._experts_implementation = NAME
 
 

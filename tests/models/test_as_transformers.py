@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import operator
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +23,6 @@ from tests.models.image_text_families import image_text_inputs
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Left to itself, continuous batching takes most of the machine's memory for its cache, and the time to clear it.
 SMALL_CACHE = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
-MIXER = ("hidden_size", "intermediate_size", "ssm_state_size", "conv_kernel_size", "use_bias", "use_conv_bias")
-MIXER2 = ("num_heads", "n_groups", "conv_dim", "layer_norm_epsilon")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -287,37 +284,83 @@ def test_activations_have_transformers_names(family) -> None:
     assert ours == theirs and ours
 
 
-@pytest.mark.parametrize(
-    ("family", "head", "module", "names"),
-    [
-        ("llama", "LlamaModel", "layers.0", ("hidden_size",)),
-        ("llama", "LlamaModel", "layers.0.mlp", ("hidden_size", "intermediate_size")),
-        ("gpt2", "GPT2ForQuestionAnswering", "", ("num_labels",)),
-        ("granite", "GraniteForCausalLM", "model", ("embedding_multiplier",)),
-        ("granitemoe", "GraniteMoeForCausalLM", "", ("logits_scaling", "model.embedding_multiplier")),
-        ("granitemoehybrid", "GraniteMoeHybridForCausalLM", "", ("logits_scaling", "model.embedding_multiplier")),
-        ("cohere2", "Cohere2ForCausalLM", "", ("logit_scale",)),
-        ("falcon_h1", "FalconH1ForCausalLM", "model", ("embedding_multiplier", "lm_head_multiplier")),
-        ("clip", "CLIPModel", "", ("projection_dim", "text_embed_dim", "vision_embed_dim")),
-        ("clip_vision_model", "CLIPVisionModel", "embeddings", ("patch_size",)),
-        ("siglip_vision_model", "SiglipVisionModel", "embeddings", ("patch_size",)),
-        ("mamba", "MambaModel", "layers.0.mixer", (*MIXER, "time_step_rank")),
-        ("mamba2", "Mamba2Model", "layers.0.mixer", (*MIXER, *MIXER2)),
-    ],
-)
-def test_plain_attributes_have_transformers_names_and_values(family, head, module, names) -> None:
-    row, found = FAMILIES[family], []
-    for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+# Attributes of transformers' modules that ours have otherwise, on purpose.
+OTHERWISE = {
+    ("Exaone4Attention", "sliding_window"),  # None in the layers without a window, as everywhere else
+    ("HunYuanDenseV1MLP", "layer_idx"),  # always None
+    ("MBartAttention", "layer_idx"), ("WhisperAttention", "layer_idx"),  # None in the encoder: ours have a number
+    ("Gemma4VisionAttention", "layer_type"), ("Qwen3VLTextAttention", "layer_type"),  # the same
+    ("Qwen3VLMoeTextAttention", "layer_type"),
+    ("Conv2d", "padding"), ("Unfold", "stride"),  # the same numbers, written otherwise
+}  # fmt: skip
+
+
+def _plain(module: torch.nn.Module) -> dict[str, object]:
+    """The numbers, strings and configs that a module of transformers holds."""
+    found = {}
+    for name, value in vars(module).items():
+        plain = isinstance(value, int | float | str | transformers.PreTrainedConfig | None)
+        if isinstance(value, list | tuple):
+            plain = all(isinstance(one, int | float | str) for one in value)
+        if plain and not name.startswith("_") and name != "training":
+            found[name] = type(value) if isinstance(value, transformers.PreTrainedConfig) else value
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_attributes_have_transformers_names_and_values(family) -> None:
+    """What other libraries read: sizes, rates, scales, and the config, of every module of the first and last class."""
+    row, differing, compared = FAMILIES[family], {}, 0
+    for head in {row.heads[0], row.heads[-1]}:
         with torch.device("meta"):
-            made = getattr(source, head)(row.config()).get_submodule(module)
-        found.append([operator.attrgetter(one)(made) for one in names])
-    assert found[0] == found[1]
+            ours = getattr(importlib.import_module(f"easytorch.models.{family}"), head)(row.config())
+            theirs = getattr(transformers, head)(row.config())
+        native = dict(ours.named_modules())
+        for path, module in theirs.named_modules():
+            if path not in native:  # activations and dropout that ours call as functions
+                continue
+            for name, value in _plain(module).items():
+                given = getattr(native[path], name, AttributeError)
+                given = type(given) if isinstance(given, transformers.PreTrainedConfig) else given
+                close = isinstance(value, float) and given == pytest.approx(value, rel=1e-12)
+                compared += 1
+                if not close and given != value and (type(module).__name__, name) not in OTHERWISE:
+                    differing[f"{head} {path}.{name}"] = given, value
+    assert not differing and compared > 20
+
+
+def test_names_of_transformers_are_the_attributes_themselves() -> None:
+    """What is set by one name is read by the other, and used; a size that nothing reads is only kept."""
+    config = FAMILIES["qwen3_moe"].config()
+    model = importlib.import_module("easytorch.models.qwen3_moe").Qwen3MoeForCausalLM(config).eval()
+    router = model.model.layers[1].mlp.gate
+    before = model(IDS).logits
+    router.norm_topk_prob = not router.norm_topk_prob
+    assert router.normalized is router.norm_topk_prob and not torch.equal(model(IDS).logits, before)
+    attention = model.model.layers[0].self_attn
+    attention.hidden_size = 7
+    assert attention.hidden_size == 7 and model.config.hidden_size != 7
+    assert model.model.layers[1].self_attn.hidden_size == model.config.hidden_size
+    bound = importlib.import_module("easytorch.models.gemma2").Gemma2ForCausalLM(FAMILIES["gemma2"].config()).eval()
+    before = bound(IDS).logits
+    for layer in bound.model.layers:
+        layer.self_attn.attn_logit_softcapping = 1e-3
+    assert not torch.allclose(bound(IDS).logits, before)
 
 
 @pytest.mark.parametrize(
     ("family", "head", "name"),
     [("granite", "GraniteForCausalLM", "model.embedding_multiplier"), ("cohere", "CohereForCausalLM", "logit_scale"),
-     ("falcon_h1", "FalconH1ForCausalLM", "model.lm_head_multiplier")],
+     ("falcon_h1", "FalconH1ForCausalLM", "model.lm_head_multiplier"),
+     ("falcon_h1", "FalconH1ForCausalLM", "model.layers.0.attention_in_multiplier"),
+     ("falcon_h1", "FalconH1ForCausalLM", "model.layers.1.attn_out_multiplier"),
+     ("falcon_h1", "FalconH1ForCausalLM", "model.layers.0.ssm_out_multiplier"),
+     ("falcon_h1", "FalconH1ForCausalLM", "model.layers.0.self_attn.key_multiplier"),
+     ("opt", "OPTForCausalLM", "model.decoder.layers.0.self_attn.scaling"),
+     ("gemma4_text", "Gemma4ForCausalLM", "model.per_layer_input_scale"),
+     ("gemma4_text", "Gemma4ForCausalLM", "model.per_layer_model_projection_scale"),
+     ("qwen3_next", "Qwen3NextForCausalLM", "model.layers.1.mlp.gate.norm_topk_prob"),
+     ("cohere", "CohereForCausalLM", "model.layers.0.input_layernorm.variance_epsilon")],
 )  # fmt: skip
 def test_a_multiplier_that_is_set_is_used(make_pair, family, head, name) -> None:
     given, results = torch.arange(3, 9)[None], []
@@ -347,3 +390,37 @@ def test_a_hook_of_the_merger_s_layers_is_called(make_pair, name) -> None:
         with torch.no_grad():
             results.append(model(**given).logits)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "Gemma4Model", "Llama4ForConditionalGeneration", "Qwen3VLMoeModel"])
+def test_weights_drawn_anew_by_apply(name) -> None:
+    """Each part by the rules of its own class, as transformers'."""
+    family = next(family for family, row in FAMILIES.items() if name in row.heads)
+    spread = []
+    for source in (importlib.import_module(f"easytorch.models.{family}"), transformers):
+        model = getattr(source, name)(FAMILIES[family].config())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        model.apply(model._init_weights)
+        spread.append({path: (one.std(correction=0), one.mean()) for path, one in model.named_parameters()})
+    assert spread[0].keys() == spread[1].keys()
+    for path, (std, mean) in spread[1].items():
+        found, middle = spread[0][path]
+        drawn = std > 1e-5
+        assert (0.5 * std < found < 2 * std) if drawn else (found < 1e-5 and abs(middle - mean) < 1e-5), path
+
+
+def test_a_hook_of_deberta_s_first_layer_sees_what_is_before_the_convolution(make_pair) -> None:
+    config = FAMILIES["deberta_v2"].config(conv_kernel_size=3)
+    seen, states = [], []
+    for model in make_pair("DebertaV2Model", config, "eager"):
+        for index in (0, 1):
+            model.encoder.layer[index].register_forward_hook(
+                lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
+            )
+        with torch.no_grad():
+            states.append(model(IDS, output_hidden_states=True).hidden_states)
+    torch.testing.assert_close(seen[:2], seen[2:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(list(states[0]), list(states[1]), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(seen[0], states[0][1], atol=1e-3)

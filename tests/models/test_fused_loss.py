@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 
 import pytest
@@ -16,7 +17,10 @@ from tests.models.families import CAUSAL, FAMILIES
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-SCALED = ("gemma2", "gemma3_text", "cohere", "cohere2", "granite", "granitemoe", "phi", "opt", "mixtral", "llama")
+SCALED = (
+    "mamba", "mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h", "gemma2", "gemma3_text", "cohere", "cohere2",
+    "granite", "granitemoe", "phi", "opt", "mixtral", "llama",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +187,50 @@ def test_labels_outside_of_the_vocabulary_are_named() -> None:
     model = easytorch.AutoModelForCausalLM.from_config(FAMILIES["llama"].config()).train()
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.96 or ignore_index = -100, got .* to 97"):
         model(IDS, labels=IDS.clone().fill_(97))
+
+
+def test_the_loss_of_every_decoder_finishes_logits_as_its_head_does() -> None:
+    for family, name in CAUSAL.items():
+        kind = getattr(importlib.import_module(f"easytorch.models.{family}"), name)
+        owner = next(one for one in kind.__mro__ if "finish_logits" in vars(one))
+        assert "logits_finish" in vars(owner), f"{family}: {owner.__name__} changes logits that training never forms"
+
+
+WORDS = {
+    "bert": ("BertForMaskedLM", "BertLMHeadModel"), "roberta": ("RobertaForMaskedLM", "RobertaForCausalLM"),
+    "electra": ("ElectraForMaskedLM", "ElectraForCausalLM"), "distilbert": ("DistilBertForMaskedLM",),
+    "mpnet": ("MPNetForMaskedLM",), "modernbert": ("ModernBertForMaskedLM",), "deberta_v2": ("DebertaV2ForMaskedLM",),
+    "bart": ("BartForCausalLM",), "whisper": ("WhisperForCausalLM",),
+}  # fmt: skip
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """In training mode, but that nothing is dropped."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in WORDS.items() for name in names])
+def test_losses_of_words(family, name, make_pair) -> None:
+    """Of the labelled positions alone, whose number differs from that of all."""
+    row = FAMILIES[family]
+    more = {"is_decoder": True} if "CausalLM" in name or "LMHead" in name else {}
+    rates = {one: 0.0 for one in vars(row.config()) if "dropout" in one and one not in more}
+    config = row.config(**more | rates)
+    ours, theirs = map(without_dropout, make_pair(name, config, row.reference))
+    labels = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.7, -100)
+    compare(ours, theirs, input_ids=IDS, labels=labels)
+    compare(ours, theirs, input_ids=IDS, labels=torch.full_like(IDS, -100))
+
+
+def test_a_hook_of_the_words_head_sees_every_position(make_pair) -> None:
+    ours, _ = make_pair("BertForMaskedLM", FAMILIES["bert"].config(), FAMILIES["bert"].reference)
+    shapes = []
+    ours.train().cls.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    output = ours(IDS, labels=IDS)
+    assert isinstance(output.__dict__["logits"], torch.Tensor) and shapes == [(*IDS.shape, ours.config.vocab_size)]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import easytorch
-from easytorch.cache_names import CACHE, cache_of
+from easytorch.cache_names import CACHE, STATES, cache_of
 from easytorch.generation import generate_tokens
 from easytorch.layers.recurrent import convolve
 from tests.models.families import CAUSAL, FAMILIES, RECURRENT
@@ -215,6 +215,7 @@ def test_a_hybrid_without_attention_continues_from_its_cache(name) -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected, **TOLERANCE)
 
 
+@pytest.mark.skipif(STATES != CACHE, reason="transformers 5.23 keeps no state of the second context of such models")
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_guidance_is_that_of_two_forwards(name, make_pair) -> None:
     """transformers' Mamba 1 multiplies its second context's token by the mask of all tokens."""

@@ -1,0 +1,47 @@
+"""The loss of encoders that predict words, from hidden states: logits are made of the labelled positions alone."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
+from easytorch.layers.deferred_logits import defers
+
+IGNORED = -100
+
+
+class WordModel(Protocol):
+    training: bool
+
+    def get_output_embeddings(self) -> nn.Module: ...
+
+    def word_states(self, hidden_states: Tensor) -> Tensor | None:
+        """hidden_states (..., D) -> what the output embedding multiplies (..., E); None where a hook sees more."""
+        ...
+
+
+def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **kwargs: Any) -> Tensor | None:
+    """The mean cross entropy of the words at hidden_states (..., D) whose labels (...) are not -100.
+
+    kwargs: those of `causal_lm_loss`. None where it needs the logits: outside of training, where a module of the head
+    has hooks or is no plain one; or where they are few.
+    """
+    weight, bias = plain_parameters(model.get_output_embeddings())
+    if weight is None or not model.training or not defers(hidden_states, weight):
+        return None
+    rows, targets = hidden_states.flatten(0, -2), labels.flatten().to(hidden_states.device)
+    if rows.is_cpu:  # elsewhere their number would have to be waited for
+        labelled = targets != IGNORED
+        if bool(labelled.any()):
+            rows, targets = rows[labelled], targets[labelled]
+    states = model.word_states(rows)
+    if states is None or states.dtype is not weight.dtype:
+        return None
+    return causal_lm_loss(states, weight, targets, bias, shift_labels=targets, **kwargs)
+
+
+def shifted_by_one(labels: Tensor) -> Tensor:
+    """labels (B, T) of the tokens themselves -> of the next tokens, -100 for the last."""
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
