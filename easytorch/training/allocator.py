@@ -12,6 +12,7 @@ from typing import Any
 # comes to by itself.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ALONE = 2**17  # bytes; malloc's own beginning, which it raises to 2**25 otherwise
+_LARGEST = 2**25  # the most that it takes
 _AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25, _MMAP_MAX: 65536}
 _NEVER = -1
 _FUNCTIONS = ("mallopt", "malloc_trim")
@@ -37,7 +38,7 @@ def kept_memory() -> Iterator[Callable[[], None]]:
 
     def keep() -> None:
         libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
 
     libc.mallopt(_MMAP_THRESHOLD, _ALONE)
     try:
