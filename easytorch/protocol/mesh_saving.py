@@ -26,7 +26,6 @@ _PUSH = "push_to_hub"
 # What saving takes; what else is given with `push_to_hub` is of the upload.
 _OF_PARTS = (
     "save_original_format", "max_shard_size", "variant", "is_main_process", "save_peft_format", "state_dict",
-    "distributed_checkpoint",
 )  # fmt: skip
 
 
@@ -82,6 +81,9 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     unwritable = why or ("variant" if given.get("variant") else "quantized weights" if is_quantized(model) else None)
     if to != "torch" and unwritable is not None:
         raise ValueError(f"to={to!r} does not go with {unwritable}: save it as torch's and convert that")
+    shards = bool(given.pop("distributed_checkpoint", False))
+    if shards:
+        _check_shards(model, to, why, given)
     float_dtype, folder = given.pop("float_dtype", None), folder_of(save_directory, given.pop("step", None))
     dtype = None if float_dtype is None else dtype_of(float_dtype)
     mesh = None if is_spmd_mesh(mesh) else mesh  # of torch_xla: one process has it all
@@ -99,7 +101,7 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
         def write(place: Any) -> None:
             save_by_parts(
                 model, place, mesh=mesh, to=to, max_shard_size=given.get("max_shard_size", "50GB"), dtype=dtype,
-                original=given.get("save_original_format", True), variant=given.get("variant"),
+                original=given.get("save_original_format", True), variant=given.get("variant"), shards=shards,
             )  # fmt: skip
 
     if hub is None:
@@ -127,9 +129,16 @@ def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the first rank writes alone; None where the ranks share the writing."""
     if adapter_names(model):
         return "an adapter"
-    if kwargs.get("state_dict") is not None:
-        return "state_dict"
-    return "distributed_checkpoint" if kwargs.get("distributed_checkpoint") else None
+    return None if kwargs.get("state_dict") is None else "state_dict"
+
+
+def _check_shards(model: Any, to: str, why: str | None, given: dict[str, Any]) -> None:
+    """`ValueError` for what does not go with shards, each written by the rank that has it."""
+    refused = [name for name in ("float_dtype", "variant", _PUSH) if given.get(name)]
+    refused += [] if to == "torch" else ["to"]
+    other = refused[0] if refused else why or ("quantized weights" if is_quantized(model) else None)
+    if other is not None:
+        raise ValueError(f"distributed_checkpoint does not go with {other}: save without it, all ranks write all the same")
 
 
 def _save_gathered(
