@@ -2,7 +2,7 @@
 their experts and back by all-to-all.
 
 The modules are those that a model's `ep_plan` names, ours and transformers' alike: experts(hidden_states, top_k_index,
-top_k_weights) with stacked weights (E, ...). Each rank has a batch of its own, whatever the number of its tokens.
+top_k_weights) with stacked weights (E, ...), or the codes of quantized ones. Each rank has a batch of its own, whatever the number of its tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from easytorch.distributed.declared import DISPATCHED, STACKED, expanded_plan
+from easytorch.distributed.declared import DISPATCHED, STACKED, expanded_plan, generic_name
 from easytorch.distributed.specs import PartitionSpec, axis_names
 from easytorch.distributed.tensor_parallel import Read, read_through
 from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
@@ -70,7 +70,7 @@ def undo(model: nn.Module) -> None:
         module.num_experts = experts
 
 
-def divisible_experts(model: nn.Module, size: int, *, replicate: bool) -> dict[str, int]:
+def divisible_experts(model: Any, size: int, *, replicate: bool) -> dict[str, int]:
     """Module of experts -> the number of its experts, of those that divide over the `size` devices of "ep".
 
     replicate: those that do not divide are left out; else they are a `ValueError`. Experts that are not stacked, and
@@ -82,7 +82,7 @@ def divisible_experts(model: nn.Module, size: int, *, replicate: bool) -> dict[s
     divisible = {}
     for name, module in found.items():
         experts: Any = getattr(module, "num_experts", None)
-        if (why := _why_not_stacked(name, module, plan, experts)) is not None:
+        if (why := _why_not_stacked(name, module, model.ep_plan, experts)) is not None:
             if size > 1:
                 raise NotImplementedError(why)
         elif experts % size == 0:
@@ -98,14 +98,26 @@ def divisible_experts(model: nn.Module, size: int, *, replicate: bool) -> dict[s
 
 def _why_not_stacked(name: str, module: nn.Module, plan: Mapping[str, str], experts: Any) -> str | None:
     """The reason why the first dimension of each parameter is not that of the experts; None where it is."""
-    own = dict(module.named_parameters())
-    whole = [key for key, one in own.items() if plan.get(f"{name}.{key}") != STACKED or one.shape[0] != experts]
+    own, generic = _stored(module), generic_name(name)
+    whole = [key for key, (known, one) in own.items() if not _is_stack(plan.get(f"{generic}.{known}"), one, experts)]
     if own and not whole:
         return None
     return (
         f"{name} ({type(module).__name__}) has no stacked experts that can be divided over ep: "
         f"{', '.join(whole) or 'it has no parameters'}"
     )
+
+
+def _is_stack(style: str | None, tensor: Tensor, experts: Any) -> bool:
+    return style == STACKED and tensor.shape[0] == experts
+
+
+def _stored(module: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Name of a tensor of experts -> (its name in plans, the tensor): parameters, and the codes of quantized stacks."""
+    stored = {name: (name, one) for name, one in module.named_parameters()}
+    if (stack_of_buffer := getattr(module, "stack_of_buffer", None)) is not None:
+        stored |= {buffer: (name, module.get_buffer(buffer)) for buffer, name in stack_of_buffer().items()}
+    return stored
 
 
 def _check_rules(rules: Mapping[str, PartitionSpec], stored: set[str]) -> None:
@@ -120,22 +132,24 @@ def _check_rules(rules: Mapping[str, PartitionSpec], stored: set[str]) -> None:
 def _divide(module: Any, mesh: DeviceMesh, experts: int, size: int) -> None:
     ranks = mesh[AXIS] if mesh.ndim > 1 else mesh
     reads: dict[str, Read] = {}
-    for key, parameter in list(module._parameters.items()):
-        if parameter is None:
-            continue
-        tensor_parallel = parameter if isinstance(parameter, DTensor) else None
-        local = parameter if tensor_parallel is None else tensor_parallel.to_local()
+    for key, (_, tensor) in _stored(module).items():
+        tensor_parallel = tensor if isinstance(tensor, DTensor) else None
+        local = tensor if tensor_parallel is None else tensor_parallel.to_local()
         part = local.detach().chunk(size)[ranks.get_local_rank()].clone()
         shard = DTensor.from_local(
             part,
             ranks if tensor_parallel is None else mesh[AXIS, "tp"],
             [Shard(0)] if tensor_parallel is None else [Shard(0), *tensor_parallel.placements],
             run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
-        module._parameters[key] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-        reads[key] = _own_experts(tensor_parallel, 1.0 / size)
+        if key in module._parameters:
+            module._parameters[key] = nn.Parameter(shard, requires_grad=tensor.requires_grad)
+            reads[key] = _own_experts(tensor_parallel, 1.0 / size)
+        else:
+            module._buffers[key] = shard
+            reads[key] = _own_codes
     module.num_experts = experts // size
     read_through(module, reads)
     _dispatch(module, ranks.get_group(), size)
@@ -161,6 +175,12 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
         return placed
 
     return read
+
+
+def _own_codes(buffer: Tensor) -> Tensor:
+    """The rank's own experts of a buffer of codes."""
+    local: Tensor = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+    return local
 
 
 def _dispatch(module: Any, group: dist.ProcessGroup, size: int) -> None:

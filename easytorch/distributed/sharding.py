@@ -111,6 +111,9 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
                 if id(one) not in full:
                     full[id(one)] = nn.Parameter(one.full_tensor().detach(), one.requires_grad)
                 module._parameters[name] = full[id(one)]
+        for name, buffer in list(module._buffers.items()):  # codes of experts
+            if buffer is not None and hasattr(buffer, "full_tensor"):
+                module._buffers[name] = buffer.full_tensor()
     if "_applied_ep_plan" in model.__dict__:
         from easytorch.distributed import expert_parallel
 

@@ -159,17 +159,19 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
-    """Make the module's forward see its parameters through `reads`."""
+    """Make the module's forward see its parameters, and buffers, through `reads`."""
     forward = module.forward
+    own: list[Any] = [module._parameters, module._buffers]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        own = module._parameters
-        kept = {name: own[name] for name in reads}
-        own.update({name: read(own[name]) for name, read in reads.items()})  # type: ignore[arg-type, misc]
+        kept = [{name: tensors[name] for name in reads if name in tensors} for tensors in own]
+        for tensors, some in zip(own, kept, strict=True):
+            tensors.update({name: reads[name](one) for name, one in some.items()})
         try:
             return forward(*args, **kwargs)
         finally:
-            own.update(kept)
+            for tensors, some in zip(own, kept, strict=True):
+                tensors.update(some)
 
     module.forward = call
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+# How often the ranks that wait for the first one hear from it, which has to be within their group's timeout.
+BEAT_SECONDS = 1.0
 
 
 class RankFailedError(RuntimeError):
@@ -39,6 +45,35 @@ def together(group: Any, work: Callable[[], Any]) -> list[Any]:
         if cause is not None:
             raise RankFailedError(rank, cause) from (failed if rank == rank_in(group) else None)
     return [result for result, _ in outcomes]
+
+
+def by_first(group: Any, work: Callable[[], Any]) -> Any:
+    """What `work` returns in the first rank of `group`, in each of them, which call this and wait as long as it takes.
+
+    A collective that they waited in would end with the group's timeout, which an upload may exceed: the first rank
+    works in a thread, and tells the others every `BEAT_SECONDS` that it is still there. `work` must not communicate
+    with them. Errors as in `together`.
+    """
+    if group is None:
+        return together(None, work)[0]
+    outcome: Future[Any] = Future()
+    if rank_in(group) == 0:
+        Thread(target=_fulfil, args=(outcome, work), daemon=True).start()
+    else:
+        outcome.set_result(None)
+    done = torch.zeros((), dtype=torch.int32)
+    while not done:
+        done.fill_(int(bool(wait([outcome], timeout=BEAT_SECONDS).done)))
+        with talking():
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=group)
+    return together(group, outcome.result)[0]
+
+
+def _fulfil(outcome: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:  # a boundary between threads, and the others wait for this one
+        outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 @contextmanager

@@ -190,6 +190,11 @@ class QuantizedStacks(nn.Module):
             for index in range(parts["codes"].shape[0])  # type: ignore[union-attr]
         ]
 
+    def stack_of_buffer(self) -> dict[str, str]:
+        """The buffers (E, ...) of codes -> the stack that they are of."""
+        names = {f"{part}_{name}": name for name in self.stacks for part in _PARTS}
+        return {buffer: name for buffer, name in names.items() if self._buffers.get(buffer) is not None}
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is made at run time: pickle finds none under its name
         return _empty, (type(self).__bases__[1], tuple(self.stacks)), self.__dict__.copy()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from easytorch.distributed.gathering import Gathering, Request
 from easytorch.distributed.sharding import mesh_of
-from easytorch.distributed.together import cpu_group, own_errors, together
+from easytorch.distributed.together import by_first, cpu_group, own_errors, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
 from easytorch.protocol.adapters import adapter_names, check_savable
@@ -22,8 +22,11 @@ from easytorch.protocol.mesh_upload import push_sharded, save_and_upload
 from easytorch.protocol.quantization import EasyTorchQuantizer
 from easytorch.protocol.reference_arguments import folder_of
 
-# What `save_by_parts` takes; what else is given is of an upload.
-_OF_PARTS = ("save_original_format", "max_shard_size", "variant", "is_main_process", "save_peft_format", "push_to_hub")
+_PUSH = "push_to_hub"
+# What saving takes; what else is given with `push_to_hub` is of the upload.
+_OF_PARTS = (
+    "save_original_format", "max_shard_size", "variant", "is_main_process", "save_peft_format", "state_dict",
+)  # fmt: skip
 
 
 def is_sharded(model: Any) -> bool:
@@ -78,27 +81,33 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
     unwritable = why or ("variant" if given.get("variant") else "quantized weights" if is_quantized(model) else None)
     if to != "torch" and unwritable is not None:
         raise ValueError(f"to={to!r} does not go with {unwritable}: save it as torch's and convert that")
+    shards = bool(given.pop("distributed_checkpoint", False))
+    if shards:
+        _check_shards(model, to, why, given)
     float_dtype, folder = given.pop("float_dtype", None), folder_of(save_directory, given.pop("step", None))
     dtype = None if float_dtype is None else dtype_of(float_dtype)
     mesh = None if is_spmd_mesh(mesh) else mesh  # of torch_xla: one process has it all
+    hub = {name: given.pop(name) for name in list(given) if name not in _OF_PARTS} if given.pop(_PUSH, None) else None
     if why is not None:
         if dtype is not None and not adapter_names(model):
             raise ValueError(f"float_dtype does not go with {why}: cast the model by to_dtype")
-        return _save_gathered(model, mesh, functools.partial(save, folder), given, dtype)
 
-    from easytorch.protocol.saving_by_parts import save_by_parts  # which loads the bridge's formats
+        def write(place: Any) -> None:
+            _save_gathered(model, mesh, functools.partial(save, place), given, dtype)
 
-    def write(place: Any) -> None:
-        save_by_parts(
-            model, place, mesh=mesh, to=to, max_shard_size=given.get("max_shard_size", "50GB"), dtype=dtype,
-            original=given.get("save_original_format", True), variant=given.get("variant"),
-        )  # fmt: skip
-
-    if given.get("push_to_hub"):
-        hub = {name: one for name, one in given.items() if name not in _OF_PARTS}
-        save_and_upload(model, folder, mesh, write, hub)
     else:
+        from easytorch.protocol.saving_by_parts import save_by_parts  # which loads the bridge's formats
+
+        def write(place: Any) -> None:
+            save_by_parts(
+                model, place, mesh=mesh, to=to, max_shard_size=given.get("max_shard_size", "50GB"), dtype=dtype,
+                original=given.get("save_original_format", True), variant=given.get("variant"), shards=shards,
+            )  # fmt: skip
+
+    if hub is None:
         write(folder)
+    else:
+        save_and_upload(model, folder, mesh, write, hub)
     return None
 
 
@@ -120,14 +129,21 @@ def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the first rank writes alone; None where the ranks share the writing."""
     if adapter_names(model):
         return "an adapter"
-    if kwargs.get("state_dict") is not None:
-        return "state_dict"
-    return "distributed_checkpoint" if kwargs.get("distributed_checkpoint") else None
+    return None if kwargs.get("state_dict") is None else "state_dict"
+
+
+def _check_shards(model: Any, to: str, why: str | None, given: dict[str, Any]) -> None:
+    """`ValueError` for what does not go with shards, each written by the rank that has it."""
+    refused = [name for name in ("float_dtype", "variant", _PUSH) if given.get(name)]
+    refused += [] if to == "torch" else ["to"]
+    other = refused[0] if refused else why or ("quantized weights" if is_quantized(model) else None)
+    if other is not None:
+        raise ValueError(f"distributed_checkpoint does not go with {other}: save without it, all ranks write all the same")
 
 
 def _save_gathered(
     model: Any, mesh: Any, save: Callable[..., Any], kwargs: dict[str, Any], dtype: torch.dtype | None
-) -> Any:
+) -> None:
     """`save(state_dict=..., **kwargs)` in the mesh's first rank, with the full tensors that it writes: of an adapter
     its own. Each is gathered by itself and kept on the CPU, in `dtype` where it is floating point.
 
@@ -143,18 +159,21 @@ def _save_gathered(
         wanted: list[list[Request]] = [[(name,) for name in distinct], *([] for _ in range(gathering.ranks - 1))]
         rounds = gathering.rounds(wanted)
 
-        def write() -> Any:
-            full = {name: one for _ in distinct for name, one in rounds.next().items()} if first else {}
+        full: dict[str, torch.Tensor] = {}
+
+        def gather() -> None:
+            full.update({name: one for _ in distinct for name, one in rounds.next().items()} if first else {})
             rounds.finish()
-            if not first:
-                return None
+
+        def write() -> None:
             if dtype is not None:
-                full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
+                full.update({name: one.to(dtype) for name, one in full.items() if one.is_floating_point()})
             state = {name: full[gathering.tensors[source].tied] for name, source in files.items()}
             with _as_given(model):
-                return save(state_dict=state, **kwargs)
+                save(state_dict=state, **kwargs)
 
-        return together(group, write)[0]
+        together(group, gather)
+        by_first(group, write)
 
 
 def _taken(model: Any, gathering: Gathering) -> dict[str, str]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers.utils.hub import create_and_tag_model_card, hf_api
 
-from easytorch.distributed.together import cpu_group, own_errors, rank_in, together
+from easytorch.distributed.together import by_first, cpu_group, own_errors, rank_in, together
 
 Save = Callable[[str | os.PathLike[str]], object]
+_NOT_UPLOADED = "the first rank could not upload the model"
 
 
 def save_and_upload(model: Any, folder: str | os.PathLike[str], mesh: Any, save: Save, hub: dict[str, Any]) -> None:
@@ -24,7 +25,6 @@ def save_and_upload(model: Any, folder: str | os.PathLike[str], mesh: Any, save:
     others raise `RuntimeError`; what was saved stays.
     """
     with cpu_group(mesh) as group:
-        first = rank_in(group) == 0
         before: dict[str, float] = _first(group, lambda: _timestamps(Path(folder)))
         save(folder)
         made = dict(hub)
@@ -37,7 +37,8 @@ def save_and_upload(model: Any, folder: str | os.PathLike[str], mesh: Any, save:
             card.save(Path(folder) / "README.md")
             model._upload_modified_files(os.fspath(folder), repository, before, token=token, **commit)
 
-        _first(group, lambda: upload() if first else None)
+        with own_errors(_NOT_UPLOADED):
+            by_first(group, upload)
 
 
 def push_sharded(
@@ -74,7 +75,8 @@ def push_sharded(
             result = model._upload_modified_files(folder, repository, files_timestamps={}, token=token, **commit)
             return str(result)
 
-        text = _first(group, lambda: upload() if first else "")
+        with own_errors(_NOT_UPLOADED):
+            text = by_first(group, upload)
         return result if first else text
 
 
@@ -84,5 +86,5 @@ def _timestamps(folder: Path) -> dict[str, float]:
 
 def _first(group: Any, work: Callable[[], Any]) -> Any:
     """What `work` returns in the first rank, in each of them."""
-    with own_errors("the first rank could not upload the model"):
+    with own_errors(_NOT_UPLOADED):
         return together(group, work)[0]

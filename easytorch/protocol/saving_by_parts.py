@@ -38,6 +38,7 @@ from easytorch.bridge.schemes.registry import TORCH
 from easytorch.bridge.storage.atomic import staged
 from easytorch.bridge.storage.fsync import flush, os_error_of
 from easytorch.distributed.gathering import Gathering, OtherRankStoppedError, Request
+from easytorch.distributed.shards import ShardsFailedError, model_tensors, save_shards
 from easytorch.distributed.together import RankFailedError, RankLostError, cpu_group, exchanged, together
 from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.hub_reader import Everywhere, HubReader, InTurn, Recorded, requests
@@ -47,7 +48,9 @@ FORMATS = ("torch", "flax", "flax-safetensors", "orbax", "orbax-zarr")
 _TIES = "tie_word_embeddings"
 _MADE = ".saved"
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"(model|flax_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|msgpack|bin)(\.index\.json)?")
+_WEIGHTS = re.compile(
+    r"(shard-\d+-)?(model|flax_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|msgpack|bin)(\.index\.json)?"
+)
 
 
 def save_by_parts(
@@ -60,6 +63,7 @@ def save_by_parts(
     dtype: torch.dtype | None = None,
     original: bool = True,
     variant: str | None = None,
+    shards: bool = False,
 ) -> None:
     """Write `model` into `directory`. Each rank of `mesh` calls this; without one the process writes all.
 
@@ -68,7 +72,9 @@ def save_by_parts(
     disk send their parts and write nothing. An error leaves the folder as it was, and is the same `CheckpointError` in
     each rank. to: of `FORMATS`, as in `easytorch.bridge.convert`. max_shard_size: of a file; a larger tensor has
     one of its own. dtype: of the floating point tensors in the files. original: whether tensors have the names that
-    checkpoints on the Hub have. variant: of torch's, in the files' names; weights under other names stay.
+    checkpoints on the Hub have. variant: of torch's, in the files' names; weights under other names stay. shards: each
+    rank writes its own part of each tensor, under the model's own names, and nothing is gathered: a folder of
+    torch.distributed.checkpoint's safetensors, which `from_pretrained` and `easytorch convert` read.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} must be one of {', '.join(FORMATS)}; `easytorch convert` writes the others")
@@ -82,7 +88,7 @@ def save_by_parts(
         with _readable_errors(given, group):
             path: Path = together(group, lambda: _place(given))[0]
         with _readable_errors(path, group):
-            saving = _Saving(model, path, group, to, size, dtype, original, variant)
+            saving = _Saving(model, path, group, to, size, dtype, original, variant, shards)
         saving.run()
 
 
@@ -110,8 +116,9 @@ class _Saving:
         dtype: torch.dtype | None,
         original: bool,
         variant: str | None,
+        shards: bool,
     ) -> None:
-        self.model, self.path, self.group = model, path, group
+        self.model, self.path, self.group, self.shards = model, path, group, shards
         self.to, self.size, self.dtype, self.variant = to, size, dtype, variant
         # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
         self.gathering = Gathering(model.state_dict(keep_vars=True), group)
@@ -124,9 +131,13 @@ class _Saving:
         with ExitStack() as staging, _readable_errors(self.path, self.group):
             self.stays = any(exchanged(self.group, _stays(self.path)))
             folder = self._staging_folder(staging)
-            planned = self._torch() if self.to == "torch" else self._tree()
-            self._write(folder, planned)
-            together(self.group, lambda: self._complete(folder, planned) if self.first else None)
+            if self.shards:
+                save_shards(model_tensors(self.model), folder, lambda: None, group=self.group)
+                together(self.group, lambda: self._write_beside(folder) if self.first else None)
+            else:
+                planned = self._torch() if self.to == "torch" else self._tree()
+                self._write(folder, planned)
+                together(self.group, lambda: self._complete(folder, planned) if self.first else None)
             # renamed before any rank goes on
             together(self.group, lambda: self._publish(staging) if self.first else None)
 
@@ -240,6 +251,14 @@ class _Saving:
                 content["dtype"] = _name_of(self.dtype)
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         planned.finish(folder, ReaderSource(planned.reader, None))
+        self._carry_over(folder)
+
+    def _write_beside(self, folder: Path) -> None:
+        """In the first rank: `_complete`, of shards."""
+        _write_config(self.model, folder)
+        self._carry_over(folder)
+
+    def _carry_over(self, folder: Path) -> None:
         if not self.stays:
             _carry_over(self.path, folder, self.variant)
 
@@ -376,9 +395,11 @@ def _readable_errors(path: Path, group: Any) -> Iterator[None]:
         yield
     except RankLostError as error:
         raise CheckpointError(f"cannot be written: {error}", file=path) from error
-    except RankFailedError as error:
-        where = "" if group is None else f" (rank {error.rank})"
-        if (found := os_error_of(error.cause)) is not None:
+    except (RankFailedError, ShardsFailedError) as error:
+        failed = {error.rank: error.cause} if isinstance(error, RankFailedError) else error.causes
+        rank, cause = min(failed.items())
+        where = "" if group is None else f" (rank {rank})"
+        if (found := os_error_of(cause)) is not None:
             raise CheckpointError(f"cannot be written: {found.strerror or found}{where}", file=path) from error
-        text = str(error.cause)
+        text = str(cause)
         raise CheckpointError(f"{text}{where}", file=None if str(path) in text else path) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +76,11 @@ def train(config: TrainingConfig) -> TrainingResult:
 
 def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
     """`train`, in processes that have joined already."""
-    with processes.one_failure():
-        run = _prepare(processes, config)
-    processes.limit_waiting()  # the mesh has made groups
-    return run.run()
+    with kept_memory() as keep_memory:
+        with processes.one_failure():
+            run = _prepare(processes, config)
+        processes.limit_waiting()  # the mesh has made groups
+        return run.run(keep_memory)
 
 
 def _prepare(processes: Processes, config: TrainingConfig) -> _Run:
@@ -169,10 +170,9 @@ class _Run:
         self.skipped = self.skipped_in_a_row = 0
         self.logged: Mapping[str, torch.Tensor] = {}  # of the last batch, beside its loss
 
-    def run(self) -> TrainingResult:
+    def run(self, keep_memory: Callable[[], None]) -> TrainingResult:
         config, interrupted = self.config, False
         with ExitStack() as stack:
-            stack.enter_context(kept_memory())
             stop = stack.enter_context(StopOnSignal())
             stack.enter_context(self.processes.one_failure(stop))
             stack.callback(self.saver.close)
@@ -190,6 +190,8 @@ class _Run:
                 self._introduce()
             while self.step < config.steps and not interrupted:
                 self._train_step()
+                if self.optimizer.state:  # not before, where the first steps were skipped
+                    keep_memory()
                 last = self.step == config.steps
                 if self.task.eval_count and (last or self.step % config.eval_every == 0):
                     self._evaluate()

@@ -44,10 +44,24 @@ def check_boxes(model: Any) -> None:
         assert torch.equal(full, one.to_local()), name
 
 
+def check_shards(model: Any, folder: Path) -> None:
+    """Each rank writes its own part, and gathers nothing."""
+    exchange = Gathering.exchange
+    Gathering.exchange = None  # type: ignore[assignment, method-assign]
+    model.save_pretrained(folder, distributed_checkpoint=True)
+    Gathering.exchange = exchange  # type: ignore[method-assign]
+    try:
+        model.save_pretrained(folder, distributed_checkpoint=True, push_to_hub=True)
+    except ValueError as error:
+        assert "distributed_checkpoint does not go with push_to_hub" in str(error), error
+    else:
+        raise AssertionError("shards were uploaded")
+
+
 # (family, bits, pattern of an adapter's layers, mesh): their files too are those of one process
 OF_FEW_BITS = (
     ("llama", "int8", None, "fsdp=2"), ("qwen3_moe", "int4", None, "pp=2"), ("llama", "nf4", None, "tp=2"),
-    ("qwen3_moe", "int8", None, "dp=2"), ("llama", None, "q_proj|up_proj", "fsdp=2"),
+    ("qwen3_moe", "int8", None, "dp=2"), ("qwen3_moe", "nf4", None, "ep=2"), ("llama", None, "q_proj|up_proj", "fsdp=2"),
     ("qwen3_moe", None, "q_proj|o_proj", "pp=2"), ("llama", "nf4", "q_proj|up_proj", "fsdp=2"),
 )  # fmt: skip
 
@@ -63,7 +77,11 @@ def check_few_bits(folder: Path, bits: str | None, adapted: str | None, axes: st
     one, saved = (folder.with_name(f"{folder.name}-{bits}-{bool(adapted)}-{axes}-{which}") for which in ("one", "all"))
     if dist.get_rank() == 0:
         model.save_pretrained(one, max_shard_size=SIZE)
+    ids = torch.arange(12).view(1, 12)
+    expected = model.eval()(ids).logits.detach()
     model.shard_model(mesh=make_mesh(axes))
+    if bits is not None and axes == "ep=2":
+        torch.testing.assert_close(model(ids).logits.detach(), expected, rtol=1e-4, atol=1e-5)
     asked: list[str] = []
     exchange = Gathering.exchange
     Gathering.exchange = lambda self, requests, turn: (  # type: ignore[method-assign]
@@ -176,6 +194,7 @@ def main(folder: Path) -> None:
         check_boxes(model)
         for to in ("torch", "flax", "orbax"):
             model.save_pretrained(folder / f"{family}-{axes}-{to}", to=to, max_shard_size=SIZE)
+        check_shards(model, folder / f"{family}-{axes}-shards")
         model.save_pretrained(folder / f"{family}-{axes}-bfloat16", float_dtype="bfloat16", step=3)
     for family, bits, adapted, axes in OF_FEW_BITS if dist.get_world_size() == 2 else ():
         check_few_bits(folder / family, bits, adapted, axes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import transformers
 
 import easytorch
 from easytorch.distributed import make_mesh
+from easytorch.distributed.together import RankFailedError, by_first
 from easytorch.protocol import mesh_upload
 from tests.processes import leave_group
 
@@ -57,6 +60,42 @@ def check_uploaded(hub: Hub, expected: Path, rank: int) -> None:
     hub.calls.clear()
 
 
+def check_adapter(folder: Path, hub: Hub, rank: int) -> None:
+    """Of an adapter its own files alone, as one process writes them."""
+    model = easytorch.AutoModelForCausalLM.from_pretrained(folder / "alone")
+    model.apply_lora_to_layers(4, "q_proj|up_proj", rngs=0)
+    if rank == 0:
+        model.save_pretrained(folder / "adapter")
+    model.shard_model(mesh=make_mesh("fsdp=2"))
+    hub_given: dict[str, Any] = {"token": "secret", "commit_message": "Ours"}
+
+    model.save_pretrained(folder / "pushed-adapter", push_to_hub=True, **hub_given)
+    check_uploaded(hub, folder / "adapter", rank)
+    model.push_to_hub("ours", **hub_given)
+    check_uploaded(hub, folder / "adapter", rank)
+
+
+def check_waiting(rank: int) -> None:
+    """The others wait for longer than their group does, and get what the first has found, or its error."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+
+    def work() -> str:
+        assert rank == 0
+        time.sleep(6)
+        return "uploaded"
+
+    def fail() -> None:
+        raise PermissionError("no right to write there")
+
+    assert by_first(group, work) == "uploaded"
+    try:
+        by_first(group, fail)
+    except RankFailedError as error:
+        assert error.rank == 0 and "no right" in str(error), error
+    else:
+        raise AssertionError("the first rank's error went unnoticed")
+
+
 def main(folder: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     rank, hub = dist.get_rank(), Hub()
@@ -90,6 +129,9 @@ def main(folder: Path) -> None:
     model.save_pretrained(folder / "variant")
     model.save_pretrained(folder / "variant", variant="fp16", max_shard_size=SIZE)
     model.save_pretrained(folder / "variant", variant="fp16", max_shard_size="30KB")
+    hub.refuses = False
+    check_adapter(folder, hub, rank)
+    check_waiting(rank)
     dist.barrier()
     print(f"rank {rank} ok\n", end="", flush=True)
 

@@ -30,10 +30,12 @@ def faults():
         torch.zeros(2**24).fill_(1.0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-with kept_memory():
+with kept_memory() as keep:
+    before = faults()
+    keep()
     faults()
     kept = faults()
-print(kept, faults())
+print(before, kept, faults())
 """
 
 
@@ -42,11 +44,12 @@ def test_memory_is_kept_between_steps_and_given_back_after_them() -> None:
     run = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, cwd=ROOT, timeout=600
     )
-    kept, given_back = map(int, run.stdout.split())
+    before, kept, given_back = map(int, run.stdout.split())
     pages = 4 * 2**26 // resource.getpagesize()
     assert kept < pages / 10, kept
     if "hugetlb" not in os.environ.get("GLIBC_TUNABLES", "") and sys.platform == "linux":
         assert given_back > kept
+        assert before > pages / 2, before  # each block is mapped by itself
 
 
 def test_other_mallocs_and_chosen_thresholds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,16 +68,18 @@ def test_other_mallocs_and_chosen_thresholds_are_left_alone(monkeypatch: pytest.
     musl = True
     for version in (None, "glibc 2.39"):
         monkeypatch.setattr(os, "confstr", lambda name, version=version: version)
-        with kept_memory():
-            pass
+        with kept_memory() as keep:
+            keep()
     musl = False
-    with kept_memory():
-        assert calls == ["mallopt", "mallopt"]
+    with kept_memory() as keep:
+        assert calls == ["mallopt"]
+        keep()
+        assert calls == ["mallopt"] * 3
     assert calls[-1] == "malloc_trim"
     calls.clear()
     for name, value in (("MALLOC_MMAP_MAX_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            with kept_memory():
-                pass
+            with kept_memory() as keep:
+                keep()
     assert not calls
