@@ -38,6 +38,10 @@ def divide_experts(model: nn.Module, mesh: Mesh, whole: set[str], *, replicate: 
     if not any(sizes.get(axis, 1) > 1 for axis in (*DATA, FEATURES)):
         return []
     found = divisible_experts(model, sizes.get(EXPERTS, 1), replicate=replicate)
+    quantized = [name for name in found if hasattr(model.get_submodule(name), "stack_of_buffer")]
+    if quantized and sizes.get(EXPERTS, 1) > 1:
+        raise NotImplementedError(f"{quantized[0]}: quantized experts are not divided over ep of torch_xla's devices")
+    found = {name: experts for name, experts in found.items() if name not in quantized}
     declared = declared_sharding(model)
     for name, experts in found.items():
         module: Any = model.get_submodule(name)
