@@ -2,7 +2,8 @@
 their experts and back by all-to-all.
 
 The modules are those that a model's `ep_plan` names, ours and transformers' alike: experts(hidden_states, top_k_index,
-top_k_weights) with stacked weights (E, ...), or the codes of quantized ones. Each rank has a batch of its own, whatever the number of its tokens.
+top_k_weights) with stacked weights (E, ...), or the codes of quantized ones. Each rank has a batch of its own, whatever
+the number of its tokens.
 """
 
 from __future__ import annotations

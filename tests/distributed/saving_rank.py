@@ -61,7 +61,8 @@ def check_shards(model: Any, folder: Path) -> None:
 # (family, bits, pattern of an adapter's layers, mesh): their files too are those of one process
 OF_FEW_BITS = (
     ("llama", "int8", None, "fsdp=2"), ("qwen3_moe", "int4", None, "pp=2"), ("llama", "nf4", None, "tp=2"),
-    ("qwen3_moe", "int8", None, "dp=2"), ("qwen3_moe", "nf4", None, "ep=2"), ("llama", None, "q_proj|up_proj", "fsdp=2"),
+    ("qwen3_moe", "int8", None, "dp=2"), ("qwen3_moe", "nf4", None, "ep=2"),
+    ("llama", None, "q_proj|up_proj", "fsdp=2"),
     ("qwen3_moe", None, "q_proj|o_proj", "pp=2"), ("llama", "nf4", "q_proj|up_proj", "fsdp=2"),
 )  # fmt: skip
 
