@@ -115,7 +115,7 @@ def _is_stack(style: str | None, tensor: Tensor, experts: Any) -> bool:
 
 def _stored(module: nn.Module) -> dict[str, tuple[str, Tensor]]:
     """Name of a tensor of experts -> (its name in plans, the tensor): parameters, and the codes of quantized stacks."""
-    stored = {name: (name, one) for name, one in module.named_parameters()}
+    stored: dict[str, tuple[str, Tensor]] = {name: (name, one) for name, one in module.named_parameters()}
     if (stack_of_buffer := getattr(module, "stack_of_buffer", None)) is not None:
         stored |= {buffer: (name, module.get_buffer(buffer)) for buffer, name in stack_of_buffer().items()}
     return stored

@@ -399,7 +399,7 @@ def _readable_errors(path: Path, group: Any) -> Iterator[None]:
         failed = {error.rank: error.cause} if isinstance(error, RankFailedError) else error.causes
         rank, cause = min(failed.items())
         where = "" if group is None else f" (rank {rank})"
-        if (found := os_error_of(cause)) is not None:
+        if isinstance(cause, Exception) and (found := os_error_of(cause)) is not None:
             raise CheckpointError(f"cannot be written: {found.strerror or found}{where}", file=path) from error
         text = str(cause)
         raise CheckpointError(f"{text}{where}", file=None if str(path) in text else path) from error
