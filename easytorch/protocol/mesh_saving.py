@@ -138,7 +138,9 @@ def _check_shards(model: Any, to: str, why: str | None, given: dict[str, Any]) -
     refused += [] if to == "torch" else ["to"]
     other = refused[0] if refused else why or ("quantized weights" if is_quantized(model) else None)
     if other is not None:
-        raise ValueError(f"distributed_checkpoint does not go with {other}: save without it, all ranks write all the same")
+        raise ValueError(
+            f"distributed_checkpoint does not go with {other}: save without it, all ranks write all the same"
+        )
 
 
 def _save_gathered(
