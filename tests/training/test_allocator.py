@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Prints the page faults of filling 16 MiB four times, within the block and after it.
+# Prints the page faults of filling 8 MiB four times, within the block and after it.
 FAULTS = """
 import resource, torch
 from easytorch.training.allocator import kept_memory
@@ -27,7 +27,7 @@ from easytorch.training.allocator import kept_memory
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
-        torch.zeros(2**22).fill_(1.0)
+        torch.zeros(2**21).fill_(1.0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 with kept_memory() as keep:
@@ -45,7 +45,7 @@ def test_memory_is_kept_between_steps_and_given_back_after_them() -> None:
         [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, cwd=ROOT, timeout=600
     )
     before, kept, given_back = map(int, run.stdout.split())
-    pages = 4 * 2**24 // resource.getpagesize()
+    pages = 4 * 2**23 // resource.getpagesize()
     assert kept < pages / 10, kept
     if "hugetlb" not in os.environ.get("GLIBC_TUNABLES", "") and sys.platform == "linux":
         assert given_back > kept
