@@ -43,23 +43,14 @@ class ValueList {
 };
 
 // An argument of type "Tensor[]": it owns the references that nobody has taken.
-class TensorList {
+class TensorList : public ValueList {
  public:
-  explicit TensorList(uint64_t list) : handles_(values_of(list)) {}
+  explicit TensorList(uint64_t list) : ValueList(list) {}
   ~TensorList() {
-    for (; at_ < handles_.size(); ++at_) aoti_torch_delete_tensor_object(reinterpret_cast<AtenTensorHandle>(handles_[at_]));
+    while (!at_end()) aoti_torch_delete_tensor_object(reinterpret_cast<AtenTensorHandle>(next()));
   }
   TensorList(const TensorList&) = delete;
   TensorList& operator=(const TensorList&) = delete;
-  uint64_t next() {
-    require(at_ < handles_.size(), "a step over layers: a list of tensors is too short");
-    return handles_[at_++];
-  }
-  bool at_end() const { return at_ == handles_.size(); }
-
- private:
-  const std::vector<uint64_t> handles_;
-  size_t at_ = 0;
 };
 
 // Of lists, each in the order of its type.
