@@ -91,6 +91,12 @@ def layers_step(
     return stepped
 
 
+def forget(model: nn.Module) -> None:
+    """Lets go of what is kept of its modules, whose weights would stay in memory when others have taken their place."""
+    for module in model.modules():
+        vars(module).pop(_NAME, None)
+
+
 def _kept(backbone: nn.Module, layers: Sequence[Any], x: Tensor, past: Any) -> _Layers | None:
     """The layers' weights, kept by the backbone; None where a half of a layer is to be computed by its modules."""
     if not cpu.TAKES_LISTS:

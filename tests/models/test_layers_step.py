@@ -23,6 +23,7 @@ from easytorch.kernels.decoder_step import cpu
 from easytorch.layers import layers_step
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
+from easytorch.protocol import quantization
 from tests.models.test_decoder_step import IDS, LAYERS, MASK, by_modules, counted, generated, model, of_any_size
 
 pytestmark = [
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 assert of_any_size  # a fixture that this file takes too
 NEW = 6
+UP = "model.layers.0.mlp.up_proj.weight"
 HANDLES: list[RemovableHandle] = []
 
 
@@ -394,6 +396,24 @@ def test_copies_and_pickles_are_of_the_model_alone() -> None:
         assert torch.equal(generated(other, IDS, MASK, NEW), expected)
     assert not torch.equal(generated(one, IDS, MASK, NEW), expected)
     assert list(one.state_dict()) == list(model().state_dict())
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda one: quantization.quantize(one, "int8"),
+        lambda one: one.load_state_dict(one.state_dict() | {UP: torch.ones(256, 128)}, assign=True),
+        lambda one: one.to("meta"),
+    ],
+    ids=["quantized", "loaded", "meta"],
+)
+def test_weights_that_were_replaced_are_freed(replace: Callable[[Any], Any]) -> None:
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    weight = weakref.ref(one.get_parameter(UP))
+    replace(one)
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_model_is_freed_with_its_last_name() -> None:
