@@ -243,6 +243,14 @@ class DecoderBackbone(_Base):
             )
         return hidden_states
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        layers_step.forget(self)  # the weights may be moved to make room
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        layers_step.forget(self)  # the state's tensors may take the weights' place
+        super()._load_from_state_dict(*args)
+
     def leave(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, T, D): the model's output, made from the last layer's."""
         return getattr(self, self.norm_name)(hidden_states)

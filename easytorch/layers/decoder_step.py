@@ -42,15 +42,17 @@ from easytorch.layers.quantized_formats import FormatSettings
 from easytorch.operations.dispatch.environment import untouched
 
 # The operators compute what these methods do; a family that overrides one of them runs its modules.
+_CALLS = ("__call__", "_call_impl")
 _ATTENTION = tuple(
-    (name, getattr(GroupedAttention, name)) for name in ("forward", "project", "projections", "project_output")
+    (name, getattr(GroupedAttention, name)) for name in (*_CALLS, "forward", "project", "projections", "project_output")
 )
 # Over pages these too, which say what is attended to there.
 _OVER_PAGES = tuple((name, getattr(GroupedAttention, name)) for name in ("attend_to_cache", "features_of_pages"))
-_FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in ("forward", "projections"))
+_FEED_FORWARD = tuple((name, getattr(GatedMLP, name)) for name in (*_CALLS, "forward", "_network", "projections"))
 # of rotations also whether heads are normalized before them
 _ROTATIONS: dict[Any, bool] = {GroupedAttention.rotate: False, HeadNormAttention.rotate: True}
 _NORM = RMSNorm.forward
+_LARGEST = torch.finfo(torch.float32).max
 _FEATURES = frozenset({"sliding_window", "softcap", "s_aux"})
 Memory = TypeVar("Memory")
 _READ = frozenset({"attention_mask", CACHE})  # keywords of the attention that `attention_step` looks at
@@ -88,23 +90,25 @@ def attention_half(norm: nn.Module, module: nn.Module, x: Tensor) -> AttentionHa
     modules, their config and the dtype of x alone."""
     kind: Any = type(module)
     normalized = _ROTATIONS.get(getattr(kind, "rotate", None))
-    if normalized is None or not _is(kind, _ATTENTION) or watched(module) or kind.interleaved:
+    if normalized is None or not _is(module, _ATTENTION) or watched(module) or kind.interleaved:
         return None
     attention_: Any = module
+    if "rotate" in attention_.__dict__ or "interleaved" in attention_.__dict__:
+        return None
     config, features = attention_.config, attention_.features()
     if attn_implementation(config) != "easytorch" or wants_attentions(config) or not features.keys() <= _FEATURES:
         return None
     if module.training and attention_.attention_dropout:
         return None
     scale, softcap, window = attention_.scaling, features.get("softcap"), features.get("sliding_window")
-    numbers = type(scale) is float and (softcap is None or type(softcap) is float)
+    numbers = _is_number(scale) and (softcap is None or (_is_number(softcap) and softcap > 0.0))
     sinks = features.get("s_aux")
     if not numbers or not (window is None or type(window) is int) or not _is_plain(sinks, x):
         return None
     weights = _attention_weights(norm, module, x, normalized)
     if weights is None:
         return None
-    pages_taken = _is(kind, _OVER_PAGES) and attention_.layer_type != CHUNKED
+    pages_taken = _is(module, _OVER_PAGES) and attention_.layer_type != CHUNKED
     return AttentionHalf(module, weights, scale, softcap, sinks, window, pages_taken)
 
 
@@ -200,7 +204,7 @@ def of_rows(x: Tensor) -> Tensor:
 def feed_forward_half(norm: nn.Module, module: nn.Module, x: Tensor) -> FeedForwardWeights | None:
     """The half x + mlp(norm(x)) for x that `steps` takes; None where the modules are to run. It depends on the modules
     and the dtype of x alone."""
-    if not _is(type(module), _FEED_FORWARD) or watched(module):
+    if not _is(module, _FEED_FORWARD) or watched(module):
         return None
     network: Any = module
     modules = network._modules
@@ -223,11 +227,18 @@ def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor |
     return None if weights is None else cpu.feed_forward_step(of_rows(x), weights).view(x.shape)
 
 
-def _is(kind: type, methods: tuple[tuple[str, Any], ...]) -> bool:
+def _is(module: nn.Module, methods: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether these are its methods, and none of its own stands before one."""
+    kind, own = type(module), module.__dict__
     for name, method in methods:  # noqa: SIM110 - no comprehension, here and below: each is a call, and a token has many
-        if getattr(kind, name, None) is not method:
+        if name in own or getattr(kind, name, None) is not method:
             return False
     return True
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a float that is finite in float32; the modules say what is wrong with others."""
+    return type(value) is float and -_LARGEST <= value <= _LARGEST
 
 
 def passes(kwargs: Mapping[str, Any]) -> bool:

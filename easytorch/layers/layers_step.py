@@ -15,12 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from easytorch.cache_names import CACHE
 from easytorch.kernels.decoder_step import cpu
 from easytorch.kernels.decoder_step.native import FeedForwardWeights, LayerWeights
 from easytorch.layers import decoder_step
 from easytorch.layers.decoder_step import AttentionHalf
+from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.linear import watched
 from easytorch.layers.masks import Masks
 from easytorch.layers.model_snapshot import HOOKS, MEMBERS
@@ -33,8 +36,13 @@ _GLOBAL_HOOKS = (
     global_hooks._global_backward_pre_hooks,
 )
 # Of a module's class: what may be replaced there, and changes what its modules compute.
-_METHODS = ("__call__", "forward", "rotate", "project", "projections", "project_output", "features", "attend_to_cache",
-            "features_of_pages")  # fmt: skip
+_METHODS = ("__call__", "_call_impl", "forward", "rotate", "project", "projections", "project_output", "features",
+            "attend_to_cache", "features_of_pages", "_network", "fused", "interleaved", "output_name", "act_name",
+            "mlp_name", "norms")  # fmt: skip
+# Of a module: numbers that are kept. Where its class has them, as properties, they may change unseen.
+_NUMBERS = ("scaling", "variance_epsilon", "config", "training", "attention_dropout")
+_CALL, _FEATURES = GradientCheckpointingLayer.__call__, GroupedAttention.features
+_PARAMETERS, _HOOKS = operator.itemgetter("_parameters"), operator.itemgetter(*HOOKS)
 
 
 def layers_step(
@@ -53,7 +61,9 @@ def layers_step(
     """
     past = kwargs.get(CACHE)
     page_slots = getattr(past, "page_slots", None)
-    if past is None or (x.shape[1] != 1 and page_slots is None) or not decoder_step.passes(kwargs):
+    if not layers or (page_slots is None and (x.shape[1] != 1 or not isinstance(past, Cache))):
+        return None
+    if not decoder_step.passes(kwargs):
         return None
     kept = _kept(backbone, layers, x, past)
     if kept is None:
@@ -68,15 +78,23 @@ def layers_step(
         if one is None:
             return None
         attended.append(one)
+    if len({id(one.memory[0][0]) for one in attended}) < len(attended):
+        return None  # layers that share their keys' memory: each is to find what the one before it has written
     step: Callable[..., Tensor] = cpu.decoder_layers if page_slots is None else cpu.decoder_layers_pages
     try:
         stepped = step(decoder_step.of_rows(x), kept.packed, [one.memory for one in attended]).view(x.shape)
     except RuntimeError:  # a tensor has other numbers than it had; the modules compute with it or say what is wrong
-        del vars(backbone)[_NAME]
+        vars(backbone).pop(_NAME, None)  # another thread may have been here
         return None
     for half, one in zip(kept.halves, attended, strict=True):
         decoder_step.written(half, one)
     return stepped
+
+
+def forget(model: nn.Module) -> None:
+    """Lets go of what is kept of its modules, whose weights would stay in memory when others have taken their place."""
+    for module in model.modules():
+        vars(module).pop(_NAME, None)
 
 
 def _kept(backbone: nn.Module, layers: Sequence[Any], x: Tensor, past: Any) -> _Layers | None:
@@ -115,48 +133,48 @@ class _Layers:
                          if hasattr(kind, name)]  # fmt: skip
         # of an `nn.Linear` the weights alone are used: another attribute of it, as a forward of its own, is one more
         linear = [vars(one) for one in modules if type(one) is nn.Linear]
-        self._linear, self._sizes = linear, list(map(len, linear))
+        self._linear, self._sizes, self._parameters = linear, list(map(len, linear)), list(map(_PARAMETERS, linear))
         configs = {id(half.module.config): half.module.config for half in self.halves}.values()
         others = [vars(one) for one in (*modules, *configs) if type(one) is not nn.Linear]
         self._variables = [*others, *(half.module._features for half in self.halves)]
         self._values = list(map(dict, self._variables))
         self._dicts = [found for one in map(vars, modules) for name in MEMBERS if (found := one[name])]
         self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
-        self._hooks = [vars(one)[name] for one in modules for name in HOOKS]
+        self._hooks = [vars(one)[name] for one in modules if type(one) is not nn.Linear for name in HOOKS]
         self._next_hook = -1
         self._past: Any = lambda: None
 
     def holds(self, layers: Sequence[Any], x: Tensor, past: Any) -> bool:
         """Whether these are its layers still, and nothing was changed that the halves depend on. Numbers of tensors are
         read at each step, and the operator refuses those whose shapes, dtypes or strides do not fit any more."""
-        return (
-            x.dtype is self._dtype
-            and layers == self._layers
-            and self._same_values()
-            and list(map(len, self._linear)) == self._sizes
-            and sum(map(len, self._dicts)) == len(self._members)
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._members))
-            and list(map(type, self._modules)) == self._kinds
-            and not any(_GLOBAL_HOOKS)
-            and self._unhooked(past)
-            and all(getattr(kind, name) is method for kind, name, method in self._methods)
-        )
+        try:
+            return (
+                x.dtype is self._dtype
+                and layers == self._layers
+                # C alone compares: what stayed is the same object, and tensors are not looked into
+                and self._variables == self._values
+                and list(map(len, self._linear)) == self._sizes
+                and all(map(operator.is_, map(_PARAMETERS, self._linear), self._parameters))
+                and sum(map(len, self._dicts)) == len(self._members)
+                and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._members))
+                and list(map(type, self._modules)) == self._kinds
+                and not any(_GLOBAL_HOOKS)
+                and self._unhooked(past)
+                and all(getattr(kind, name) is method for kind, name, method in self._methods)
+            )
+        # another tensor or array than before has no one truth value; another thread may change a dict meanwhile
+        except (RuntimeError, ValueError):
+            return False
 
     def _unhooked(self, past: Any) -> bool:
         """The hooks themselves are looked at for another cache, or when torch has made a handle of a hook anywhere."""
         made = RemovableHandle.next_id
         if made != self._next_hook or self._past() is not past:
-            if any(self._hooks):
+            # those of an `nn.Linear` may be in other dicts than before, which is seen of other modules
+            if any(self._hooks) or any(itertools.chain.from_iterable(map(_HOOKS, self._linear))):
                 return False
             self._next_hook, self._past = made, weakref.ref(past)
         return True
-
-    def _same_values(self) -> bool:
-        try:
-            # C alone compares: what stayed is the same object, and tensors are not looked into
-            return self._variables == self._values
-        except (RuntimeError, ValueError):  # of another tensor or array than before
-            return False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -164,7 +182,7 @@ class _Layers:
 
 def _halves(layer: Any, x: Tensor) -> tuple[AttentionHalf, FeedForwardWeights] | None:
     forward = type(layer).stepped_forward
-    if forward is None or type(layer).forward is not forward or watched(layer):
+    if forward is None or type(layer).forward is not forward or type(layer).__call__ is not _CALL or watched(layer):
         return None
     modules = layer._modules
     # the network first: that of experts is told from the class alone
@@ -172,4 +190,7 @@ def _halves(layer: Any, x: Tensor) -> tuple[AttentionHalf, FeedForwardWeights] |
     if network is None:
         return None
     half = decoder_step.attention_half(modules.get(layer.norms[0]), modules.get("self_attn"), x)
-    return None if half is None else (half, network)
+    if half is None or type(half.module).features is not _FEATURES or "features" in vars(half.module):
+        return None
+    kinds = {type(one) for one in layer.modules()}
+    return None if any(hasattr(kind, name) for kind in kinds for name in _NUMBERS) else (half, network)

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 
 from easytorch.argument_types import check_types
+from easytorch.layers import layers_step
 from easytorch.layers.quantized import QUANTIZED, QuantizedLinear, QuantizedStacks, is_quantized, quantize_stacks
 from easytorch.layers.simulated import is_simulated, simulate, stop_simulating
 from easytorch.protocol.dtypes import dtype_of, to_dtype
@@ -76,6 +77,7 @@ def quantize(
             simulate(module, parameter, config.settings, transposed)
         return model
     config_of_its_own(model)
+    layers_step.forget(model)  # else all weights stay in memory beside their codes
     _replace(model, config, layers, stacks)
     marked: Any = model
     marked.hf_quantizer = EasyTorchQuantizer(config, pre_quantized=True)
@@ -104,6 +106,7 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype | str | None = None) -
     """
     dtype = None if dtype is None else dtype_of(dtype)
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, QUANTIZED)]
+    layers_step.forget(model)
     if simulated := _simulated(model):
         for module in simulated:
             stop_simulating(module)

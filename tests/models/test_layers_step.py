@@ -7,6 +7,7 @@ import gc
 import pickle
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from easytorch.kernels.cpu import library
 from easytorch.kernels.decoder_step import cpu
 from easytorch.layers import layers_step
 from easytorch.layers.mlp import GatedMLP
 from easytorch.layers.norm import RMSNorm
+from easytorch.protocol import quantization
 from tests.models.test_decoder_step import IDS, LAYERS, MASK, by_modules, counted, generated, model, of_any_size
 
 pytestmark = [
@@ -30,6 +32,7 @@ pytestmark = [
 ]
 assert of_any_size  # a fixture that this file takes too
 NEW = 6
+UP = "model.layers.0.mlp.up_proj.weight"
 HANDLES: list[RemovableHandle] = []
 
 
@@ -166,7 +169,42 @@ def to_bfloat16_by_data(one: Any) -> None:
         buffer.data = buffer.data.to(torch.bfloat16)
 
 
+def parameters_in_another_dict(one: Any) -> None:
+    layer = layer_of(one).mlp.up_proj
+    layer._parameters = {"weight": nn.Parameter(-layer.weight.detach()), "bias": layer.bias}
+
+
+def hooks_cleared_and_a_new_one(one: Any) -> None:
+    for module in one.modules():
+        module._forward_hooks = OrderedDict()
+    layer_of(one).mlp.up_proj.register_forward_hook(lambda module, given, output: -output)
+
+
+def own_method(name: str, part: str = "self_attn") -> Callable[[Any], None]:
+    """A method of one module alone, whose last or only tensor is negated."""
+
+    def change(one: Any) -> None:
+        module = getattr(layer_of(one), part)
+        theirs = getattr(module, name)
+
+        def negated(*given: Any) -> Any:
+            output = theirs(*given)
+            return -output if isinstance(output, torch.Tensor) else (*output[:-1], -output[-1])
+
+        setattr(module, name, negated)
+
+    return change
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parameters in another dict": parameters_in_another_dict,
+    "hooks cleared and a new one": hooks_cleared_and_a_new_one,
+    "its own rotate": own_method("rotate"),
+    "its own project": own_method("project"),
+    "its own projections": own_method("projections"),
+    "its own project_output": own_method("project_output"),
+    "a network's own projections": own_method("projections", "mlp"),
+    "its own features": lambda one: setattr(layer_of(one).self_attn, "features", lambda: {"softcap": 0.5}),
     "another weight": other_weight,
     "other data": other_data,
     "a transposed weight": transposed,
@@ -233,6 +271,11 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         (type(one.model.layers[0].self_attn), "rotate", lambda self, query, key, *rest: (query, key)),
         (GatedMLP, "forward", lambda self, hidden_states: -hidden_states),
         (RMSNorm, "forward", lambda self, hidden_states: hidden_states),
+        (GatedMLP, "_network", lambda self, x: -x),
+        (GatedMLP, "__call__", lambda self, x: -x),
+        (type(one.model.layers[0]), "__call__", lambda self, x, **kwargs: -x),
+        (type(one.model.layers[0].self_attn), "fused", ("q_proj", "v_proj", "k_proj")),
+        (type(one.model.layers[0].self_attn), "interleaved", True),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, other)
@@ -242,6 +285,101 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with counted() as calls:
         generated(one, IDS, MASK, NEW)
     assert calls["attention_step"] == LAYERS * (NEW - 1)
+
+
+def test_what_properties_and_features_of_a_class_return_is_asked_at_each_token() -> None:
+    found = {"scaling": 0.2, "variance_epsilon": 1e-6, "softcap": 0.5}
+
+    def features(self: Any) -> dict[str, Any]:
+        return {"softcap": found["softcap"]}
+
+    def of(name: str) -> property:
+        return property(lambda self: found[name])
+
+    for part, name, member in (
+        ("self_attn", "scaling", of("scaling")),
+        ("input_layernorm", "variance_epsilon", of("variance_epsilon")),
+        ("self_attn", "softcap", features),
+    ):
+        one = model()
+        module = getattr(layer_of(one), part)
+        vars(module).pop(name, None)
+        module.__class__ = type("Own", (type(module),), {"features" if name == "softcap" else name: member})
+        for value in (found[name], 3.0):
+            found[name] = value
+            with by_modules():
+                expected = logits_of(one)
+            torch.testing.assert_close(logits_of(one), expected)
+
+
+def logits_of(one: Any) -> torch.Tensor:
+    """Of the third and the fourth token after the prompt."""
+    cache = StaticCache(one.config, max_cache_len=32)
+    with torch.no_grad():
+        one(IDS[2:], past_key_values=cache)
+        return torch.stack([one(IDS[2:, at : at + 1], past_key_values=cache).logits for at in range(4)][2:])
+
+
+def step_of(one: Any, cache: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = one(IDS[2:, :1], past_key_values=cache).logits
+    return logits
+
+
+def test_layers_of_one_place_in_the_cache_are_called_one_after_another(whole: list[int]) -> None:
+    one = model()
+    layer_of(one).self_attn.layer_idx = 0
+    with by_modules():
+        expected = logits_of(one)
+    torch.testing.assert_close(logits_of(one), expected)
+    assert not whole
+
+
+def test_no_layers() -> None:
+    """As a draft of the first none of them."""
+    one = model()
+    one.config.num_hidden_layers = 0
+    with by_modules():
+        expected = logits_of(one)
+    assert torch.equal(logits_of(one), expected)
+
+
+@pytest.mark.parametrize("number", ["scale", "softcap"])
+def test_numbers_that_attention_refuses_are_refused(number: str) -> None:
+    one = model()
+    cache = DynamicCache(config=one.config)
+    step_of(one, cache), step_of(one, cache)
+    attention = layer_of(one).self_attn
+    for value in (float("inf"), float("nan"), *((0.0, -1.0) if number == "softcap" else ())):
+        if number == "scale":
+            attention.scaling = value
+        else:
+            attention._features["softcap"] = value
+        with pytest.raises(ValueError, match="attention: soft"):
+            step_of(one, cache)
+
+
+class Slots:
+    """A cache that is not transformers', of which nothing keeps a weak reference."""
+
+    __slots__ = ("cache",)
+
+    def __init__(self, config: Any) -> None:
+        self.cache = DynamicCache(config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def test_a_cache_of_another_kind() -> None:
+    one = model()
+    cache: Any = Slots(one.config)
+    other = DynamicCache(config=one.config)
+    for _ in range(3):
+        got = step_of(one, cache)
+        with by_modules():
+            expected = step_of(one, other)
+        torch.testing.assert_close(got, expected)
 
 
 def test_copies_and_pickles_are_of_the_model_alone() -> None:
@@ -258,6 +396,24 @@ def test_copies_and_pickles_are_of_the_model_alone() -> None:
         assert torch.equal(generated(other, IDS, MASK, NEW), expected)
     assert not torch.equal(generated(one, IDS, MASK, NEW), expected)
     assert list(one.state_dict()) == list(model().state_dict())
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda one: quantization.quantize(one, "int8"),
+        lambda one: one.load_state_dict(one.state_dict() | {UP: torch.ones(256, 128)}, assign=True),
+        lambda one: one.to("meta"),
+    ],
+    ids=["quantized", "loaded", "meta"],
+)
+def test_weights_that_were_replaced_are_freed(replace: Callable[[Any], Any]) -> None:
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    weight = weakref.ref(one.get_parameter(UP))
+    replace(one)
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_model_is_freed_with_its_last_name() -> None:
