@@ -75,9 +75,9 @@ CONFIGS: dict[str, Any] = {
     "qwen3_next": transformers.Qwen3NextConfig(**GROUPED, head_dim=8, **LINEAR, **HYBRID),
     "mamba2": transformers.Mamba2Config(**MAMBA, n_groups=1, initializer_range=0.3),
     "t5": transformers.T5Config(**T5, decoder_start_token_id=0),
+    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
     # transformers' own classes
     "apertus": transformers.ApertusConfig(**GROUPED),
-    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
     "cwm": transformers.CwmConfig(**GROUPED, head_dim=8, sliding_window=4, layer_types=SLIDING),
     "bamba": transformers.BambaConfig(**GROUPED, **BAMBA),
     "lfm2": transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),

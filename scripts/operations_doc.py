@@ -58,16 +58,13 @@ For B1 T1024 H16 D64 on the GPU and the TPU; on the CPU the choice depends on th
 CALLERS = """
 ## Who calls them
 
+Each is called by the code below when a model runs; `tests/operations/test_callers.py` runs one for each.
+
 | Operation | Called by |
 |---|---|
 """
 # The folders whose code calls an operation for a model, a cache or the engine.
 CALLING = ("layers", "cache", "generation", "protocol")
-# Why an operation stays that no model calls.
-BY_HAND = {
-    "ring": "your own code, over a mesh of which every device has a part of the sequence; no model here is split so",
-}
-
 CHOOSER = "attention"
 IN_CPP = "cpp"  # beside the platforms in an operation's `paths`
 
@@ -289,9 +286,9 @@ def callers(every: Iterable[OperationImpl]) -> str:
     for operation in every:
         name = operation.primary_name()
         found = [*(["`attention`"] if name in chosen_from else []), *calls.get(name, [])]
-        if not found and name not in BY_HAND:
-            raise ValueError(f"no model calls {name}: use it, take it out of the registry, or say in BY_HAND who does")
-        rows.append(f"| `{name}` | {', '.join(found) or BY_HAND[name]} |\n")
+        if not found:
+            raise ValueError(f"no model calls {name}: use it, or take it out of the registry")
+        rows.append(f"| `{name}` | {', '.join(found)} |\n")
     return CALLERS + "".join(rows)
 
 

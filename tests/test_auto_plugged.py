@@ -38,7 +38,6 @@ ENCODERS = {
 }  # fmt: skip
 # No attention layer of these calls transformers' AttentionInterface.
 BY_THEMSELVES = {
-    "bloom": t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
     "mpt": t.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
     "deberta": t.DebertaConfig(**SIZES, relative_attention=True, max_position_embeddings=40, type_vocab_size=0),
     "falcon": t.FalconConfig(
@@ -145,8 +144,8 @@ def test_what_was_not_replaced_is_reported(name, tmp_path, caplog) -> None:
 
 
 def test_an_attention_that_cannot_be_obeyed_is_refused() -> None:
-    with pytest.raises(ValueError, match="BloomForCausalLM computes attention by itself"):
-        easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(BY_THEMSELVES["bloom"]), attn_implementation="flash")
+    with pytest.raises(ValueError, match="MptForCausalLM computes attention by itself"):
+        easytorch.AutoModelForCausalLM.from_config(copy.deepcopy(BY_THEMSELVES["mpt"]), attn_implementation="flash")
 
 
 def test_a_model_without_attention_says_so() -> None:

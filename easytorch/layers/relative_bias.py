@@ -57,6 +57,11 @@ def relative_bias(
     return values.unfold(1, keys, 1).flip(1)[None]
 
 
+def merged(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The bias and the mask, boolean (True attends) or added to the scores, as one tensor that is added to them."""
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
 def check_buckets(model_type: str, buckets: int, farthest: int) -> None:
     """`ValueError` for a config whose distances fall into no bucket, or into one that does not exist."""
     if buckets < 4:

@@ -20,7 +20,7 @@ from easytorch.layers.fused_linear import FusedProjections
 from easytorch.layers.gate import gated
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import RMSNorm, rms_norm
-from easytorch.layers.relative_bias import relative_bias
+from easytorch.layers.relative_bias import merged, relative_bias
 from easytorch.layers.seq2seq import own_cache
 from easytorch.layers.seq2seq_layers import within_half
 from easytorch.layers.stock_names import given_by, product_of, same_as
@@ -184,11 +184,6 @@ class T5SelfAttention(T5Projections, SelfAttention):
 
 class T5CrossAttention(T5Projections, CrossAttention):
     pass
-
-
-def merged(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The bias and the mask, boolean (True attends) or added to the scores, as one tensor that is added to them."""
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
 class T5LayerSelfAttention(nn.Module):

@@ -29,7 +29,12 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(**GROUPED, sliding_window=3),
     "gpt_oss": transformers.GptOssConfig(**WINDOW, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "gemma2": transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=4),
-    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),  # not native
+    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
+    # not native
+    "gpt_neo": transformers.GPTNeoConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global"], 2]],
+    ),
     "qwen3_next": transformers.Qwen3NextConfig(**GROUPED, head_dim=8, **LINEAR, **EXPERTS),
     "mamba2": transformers.Mamba2Config(**MAMBA, n_groups=1),
     "t5": transformers.T5Config(**T5, decoder_start_token_id=0),
@@ -95,14 +100,14 @@ def test_a_quantized_cache_keeps_its_last_tokens(kind):
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2", "bloom", "gpt_neo"])
 def test_generation_with_pages(name, padded, beams, monkeypatch):
     calls = []
     inner = RaggedPagesCache.attend_pages
     monkeypatch.setattr(RaggedPagesCache, "attend_pages", lambda *args, **kw: calls.append(1) or inner(*args, **kw))
     pages = pages_of(name, 40)
     assert torch.equal(generated(name, padded, pages, beams), expected(name, padded, beams))
-    by_pages = name not in ("bloom", "mistral") and not padded
+    by_pages = name not in ("bloom", "gpt_neo", "mistral") and not padded
     assert bool(calls) == by_pages, "native models attend to the pages themselves where there is no mask"
     assert pages.free_pages == 40 - len({page for row in pages.table.rows for page in row})
     pages.reset()
@@ -202,7 +207,7 @@ def test_a_page_table_never_loses_a_page(pages):
         assert sorted(table.free) == sorted(set(range(pages)) - set(held))
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt_neo", "mistral"])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_the_inputs_of_a_step(name, kind):
     model, tokens = model_of(name), IDS

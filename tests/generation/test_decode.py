@@ -40,6 +40,7 @@ def to_the_right(ids, mask):
 @pytest.mark.parametrize(
     ("name", "cache"),
     [(name, cache) for name in ("native_llama", "llama", "gpt2", "gemma3_text", "mistral") for cache in CACHES]
+    + [("native_bloom", cache) for cache in CACHES]
     + [("bloom", "dynamic")],
 )
 def test_greedy_equals_transformers(make_model, batch, name, cache):

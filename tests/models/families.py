@@ -324,6 +324,31 @@ FAMILIES |= {
             {"_remove_final_layer_norm": True, "tie_word_embeddings": False},
         ),
     ),
+    "bloom": replace(
+        _decoder(
+            "Bloom",
+            _SEQUENCE,
+            _TOKEN,
+            _ANSWER,
+            base={
+                "vocab_size": 97,
+                "hidden_size": 30,
+                "n_layer": 2,
+                "n_head": 5,  # no power of two: the slopes of the fifth head are those of eight
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            dropouts=("hidden_dropout",),
+            variants=(
+                {"apply_residual_connection_post_layernorm": True, "n_head": 2},
+                {"tie_word_embeddings": False, "hidden_size": 33, "n_head": 11},
+                {"slow_but_exact": True},
+            ),
+        ),
+        reference="eager",  # transformers' class has no other
+        packs=False,
+    ),
     "gpt2": Family(
         transformers.GPT2Config,
         (

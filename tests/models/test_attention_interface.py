@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, BloomConfig, BloomModel
+from transformers import AttentionInterface, MptConfig, MptModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -198,10 +198,10 @@ def test_names_in_the_tables_of_transformers() -> None:
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_a_part_that_is_transformers_own_has_its_own_attention(name: str) -> None:
     """That ours is the same there nobody has tried."""
-    config = BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4)
+    config = MptConfig(vocab_size=97, d_model=32, n_layers=1, n_heads=4)
     config._attn_implementation_internal = name
     part = new_part(config)
-    assert type(part) is BloomModel and part.config._attn_implementation not in OURS
+    assert type(part) is MptModel and part.config._attn_implementation not in OURS
 
 
 def test_a_class_says_whether_it_takes_sdpa() -> None:

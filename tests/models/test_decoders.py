@@ -300,9 +300,8 @@ def test_a_config_that_cannot_be_carried_is_refused_by_name(family) -> None:
 
     config = FAMILIES[family].config()
     acts = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "mamba_hidden_act")
-    refused(
-        "no activation is called 'nosuch'; known: .*gelu", **{name: "nosuch" for name in acts if name in vars(config)}
-    )
+    if named := {name: "nosuch" for name in acts if name in vars(config)}:  # BLOOM's has none
+        refused("no activation is called 'nosuch'; known: .*gelu", **named)
     rope = copy.deepcopy(getattr(config, "rope_parameters", None))
     if rope is not None:
         for one in rope.values() if "rope_type" not in rope else (rope,):

@@ -32,7 +32,7 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(**SIZES, **HEADS, dtype="float32"),
     "qwen3_moe": transformers.Qwen3MoeConfig(**SIZES, **HEADS, **MOE, dtype="float32"),
     "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=256, n_layer=2, n_head=4, dtype="float32"),
-    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=256, n_layer=2, n_head=4, dtype="float32"),  # not ours
+    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=256, n_layer=2, n_head=4, dtype="float32"),
 }
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60]])
 # Blocks by the tensors of llama.cpp's names; the first that is found in the name.

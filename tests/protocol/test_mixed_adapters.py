@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import (
     BioGptConfig,
-    BloomConfig,
     CLIPVisionConfig,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
+    MptConfig,
     OPTConfig,
     OPTForCausalLM,
     Qwen2VLConfig,
@@ -33,9 +33,9 @@ MODELS = {
     "gpt2": ("AutoModelForCausalLM", GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "c_attn|c_fc"),
     "t5": ("AutoModelForSeq2SeqLM", T5, r"(SelfAttention|EncDecAttention)\.(q|v)$"),
 }
-# transformers' own classes; bloom calls no attention of ours
-BLOOM = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-STOCKS = {"biogpt": (BioGptConfig(**SIZES, max_position_embeddings=40), "fc1"), "bloom": (BLOOM, "query_key_value")}
+# transformers' own classes; mpt calls no attention of ours
+MPT = MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4)
+STOCKS = {"biogpt": (BioGptConfig(**SIZES, max_position_embeddings=40), "fc1"), "mpt": (MPT, "Wqkv")}
 IDS = torch.tensor([[5, 9, 33, 71, 8], [4, 4, 90, 12, 60], [6, 7, 8, 9, 10], [44, 3, 2, 20, 81]])
 ROWS = ["one", "__base__", "two", "one"]
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`", "ignore:.*fan_in_fan_out")

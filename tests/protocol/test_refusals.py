@@ -329,15 +329,15 @@ def test_a_class_of_transformers_takes_no_cache_of_another_model(kind):
     """Not even of the same sizes: a window would forget tokens that the model attends to."""
     cache = protocol.init_cache(easytorch.AutoModelForCausalLM.from_config(WINDOW), 2, 12, kind=kind)
     stock = transformers.LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)).eval()
-    bloom = easytorch.AutoModelForCausalLM.from_config(
-        transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    mpt = easytorch.AutoModelForCausalLM.from_config(
+        transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4)
     )
     settings = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
     for call in (
         lambda: protocol.generate(stock, IDS, **settings),
-        lambda: protocol.generate(bloom, IDS, **settings),
-        lambda: bloom.generate(IDS, **settings),
-        lambda: bloom(IDS, past_key_values=cache),
+        lambda: protocol.generate(mpt, IDS, **settings),
+        lambda: mpt.generate(IDS, **settings),
+        lambda: mpt(IDS, past_key_values=cache),
     ):
         with pytest.raises(ValueError, match=r"layers of sliding_attention, and .* of full_attention"):
             call()

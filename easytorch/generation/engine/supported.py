@@ -35,6 +35,8 @@ def refusal(model: Any) -> str | None:
         known = next((one for one in _ATTENTIONS if isinstance(layer, one)), None)
         if known is None or type(layer).forward is not known.forward:
             return f"{name} has layers of {type(layer).__name__}, which cannot attend over pages; use model.generate"
+        if (why := getattr(layer, "pages_refusal", None)) is not None:
+            return f"{name} {why}; use model.generate"
         if getattr(layer, "is_causal", True) is False:
             return f"{name} attends to later tokens, which have not been generated; use model.generate"
     if len(layers.modules) != layers.expected:

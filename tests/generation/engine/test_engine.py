@@ -437,9 +437,12 @@ def test_a_model_that_attends_to_no_pages_is_refused(change, reason):
 
 
 def test_other_classes_are_refused_by_name():
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(ValueError, match="BloomForCausalLM is not a native decoder"):
+    config = transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4)
+    with pytest.raises(ValueError, match="MptForCausalLM is not a native decoder"):
         Engine(easytorch.AutoModelForCausalLM.from_config(config).eval())
+    bloom = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match=r"BloomForCausalLM adds a bias of the distance \(ALiBi\).*use model.generate"):
+        Engine(easytorch.AutoModelForCausalLM.from_config(bloom).eval())
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder"):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 97}
         Engine(easytorch.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(**sizes)).eval())

@@ -45,8 +45,8 @@ def model_of(family: str, **settings: Any) -> Any:
 
 
 def families() -> list[str]:
-    """The native families with a causal language model and no encoder."""
-    return [name for name in CAUSAL if name in FAMILIES]
+    """The native families with a causal language model and no encoder, but BLOOM, whose bias pages do not carry."""
+    return [name for name in CAUSAL if name in FAMILIES and name != "bloom"]
 
 
 def arrivals(count: int, seed: int, /, *, aborts: bool = True, **params: Any) -> list[Arrival]:
