@@ -114,6 +114,7 @@ class GeGLU(_GatedLinearUnit):
         return Steps(
             lambda gate, up: F.gelu(gate, approximate=approximate) * up,
             (Operator("aten::gelu", (GIVEN[0], approximate)), _TIMES_UP),
+            switches={(F, "gelu"): torch._C._nn.gelu},
         )
 
     def try_cpp(self, gate: Tensor, up: Tensor, approximate: str) -> Tensor | None:

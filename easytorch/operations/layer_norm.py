@@ -54,6 +54,7 @@ class LayerNorm(OperationImpl):
         return Steps(
             lambda x, weight=None, bias=None: torch.layer_norm(x, shape, weight, bias, eps),
             (Operator("aten::layer_norm", (*given, float(eps), True)),),
+            switches={(torch, "layer_norm"): torch._C._VariableFunctions.layer_norm},
         )
 
     def forward_native(

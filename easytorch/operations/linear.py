@@ -76,7 +76,9 @@ class Linear(OperationImpl):
         # 16 bits may be multiplied otherwise where gradients are recorded
         if choice.backend != "aten" or args[0].dtype is not torch.float32 or not kwargs.keys() <= {"bias"}:
             return None
-        return Steps(_linear, (Operator("aten::linear", (*GIVEN[: len(args)], *[None] * (3 - len(args)))),))
+        given = (*GIVEN[: len(args)], *[None] * (3 - len(args)))
+        unchanged = {(F, "linear"): torch._C._nn.linear}
+        return Steps(_linear, (Operator("aten::linear", given),), switches=unchanged)
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a call without settings if the C++ operator runs it, else None.

@@ -81,6 +81,7 @@ class RMSNorm(OperationImpl):
         return Steps(
             lambda x, weight=None: torch.rms_norm(x, shape, weight, eps),
             (Operator("aten::rms_norm", (GIVEN[0], tuple(shape), weight, float(eps))),),
+            switches={(torch, "rms_norm"): torch._C._VariableFunctions.rms_norm},
         )
 
     def forward_native(self, x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:

@@ -51,7 +51,7 @@ struct KeptCall {
   std::vector<TensorKey> tensors;
   std::vector<Reference> values;  // the positional arguments after them
   Pairs named;                    // those by name
-  Pairs switches;                 // functions without arguments, and the object that each must give
+  Pairs switches;                 // functions without arguments, or (module, name), and what each must give
   bool brief = false;             // whether it keeps Python's lock
   Reference run;                  // a function of the tensors, where `steps` has none
   Steps steps;
@@ -73,11 +73,17 @@ struct KeptCall {
 
   bool switched_alike() const {
     for (const auto& [ask, answer] : switches) {
-      const Reference now = Reference::taking(PyObject_CallNoArgs(ask.get()));
+      const Reference now = answer_of(ask.get());
       if (!now) PyErr_Clear();
       if (now.get() != answer.get()) return false;
     }
     return true;
+  }
+
+  static bool can_be_asked(PyObject* what) {
+    if (!PyTuple_CheckExact(what)) return PyCallable_Check(what) != 0;
+    return PyTuple_GET_SIZE(what) == 2 && PyModule_Check(PyTuple_GET_ITEM(what, 0)) &&
+           PyUnicode_Check(PyTuple_GET_ITEM(what, 1));
   }
 
   template <class Visit>
@@ -95,6 +101,13 @@ struct KeptCall {
   }
 
  private:
+  // What `what` gives now; null where it gives nothing.
+  static Reference answer_of(PyObject* what) {
+    if (!PyTuple_CheckExact(what)) return Reference::taking(PyObject_CallNoArgs(what));
+    PyObject* const attributes = PyModule_GetDict(PyTuple_GET_ITEM(what, 0));
+    return Reference::to(PyDict_GetItemWithError(attributes, PyTuple_GET_ITEM(what, 1)));
+  }
+
   bool named_fit(PyObject* kwargs) const {
     if ((kwargs == nullptr ? 0 : PyDict_GET_SIZE(kwargs)) != static_cast<Py_ssize_t>(named.size())) return false;
     PyObject *name, *value;

@@ -104,6 +104,9 @@ inline PyObject* known_add(PyObject* self, PyObject* given) {
     }
     call->brief = numbers_of(args, tensors) <= BRIEF;
     call->named = pairs_of(kwargs), call->switches = pairs_of(asked);
+    for (const auto& [ask, answer] : call->switches) {
+      if (!KeptCall::can_be_asked(ask.get())) throw std::invalid_argument("a switch that cannot be asked");
+    }
     if (operators == Py_None) call->run = Reference::to(run);
     else call->steps = {operators_of(operators, tensors), given_turned != 0, result_turned != 0};
     call->output = output_of(output);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -45,14 +46,15 @@ class Steps:
     """`run(*tensors)`, and operators that compute the same.
 
     given_turned, result_turned: whether (B, T, H, D) are seen as (B, H, T, D) in the tensors given and in the result.
-    switches: functions that must still give these very objects; where one does not, the call is chosen again.
+    switches: functions that must still give these very objects, or (module, name) of attributes that must still be
+    them: of functions of torch that `run` calls and the operators do not. Where one differs, `run` is called.
     """
 
     run: Callable[..., Any]
     operators: tuple[Operator, ...]
     given_turned: bool = False
     result_turned: bool = False
-    switches: Mapping[Callable[[], Any], Any] = field(default_factory=dict)
+    switches: Mapping[Callable[[], Any] | tuple[ModuleType, str], Any] = field(default_factory=dict)
     output: Output | None = None
 
     def __call__(self, *tensors: Any) -> Any:

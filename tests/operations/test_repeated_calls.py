@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -254,6 +255,67 @@ def test_other_settings_are_looked_at_again(asked: list[Any]) -> None:
     heads = draw(2, 16, 4, 8)
     for refused in ({"softcap": 5.0}, {"sliding_window": 3}, {"dropout_prob": 0.5}, {"softmax_scale": -0.5}):
         assert shortened("attention", (heads, heads + 1, heads - 1), refused)[1]() == 0, refused
+
+
+def test_a_subclass_with_a_call_and_a_shortcut_of_its_own_is_called() -> None:
+    seen = []
+
+    class Counted(RMSNorm):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(args)
+            return super().__call__(*args, **kwargs)
+
+        def shortcut(self, choice: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+            return super().shortcut(choice, args, kwargs)
+
+    class Inherits(Counted):
+        pass
+
+    for operation in (Counted(), Inherits()):
+        seen.clear()
+        for _ in range(6):
+            operation(draw(3, 8))
+        assert len(seen) == 6 and operation._shortcuts.known
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "name", "call"),
+    [
+        pytest.param(F, "linear", "linear", calls()["linear"][1], id="linear"),
+        pytest.param(F, "gelu", "geglu", calls()["geglu"][1], id="geglu"),
+        pytest.param(F, "scaled_dot_product_attention", "attention", calls()["attention"][0], id="attention"),
+        pytest.param(torch, "rms_norm", "rms_norm", calls()["rms_norm"][0], id="rms_norm"),
+        pytest.param(torch, "layer_norm", "layer_norm", calls()["layer_norm"][0], id="layer_norm"),
+    ],
+)
+@torch.no_grad()
+def test_a_function_of_torch_that_is_replaced_is_called(
+    module: Any, function: str, name: str, call: Call, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by torch's context parallelism, which puts its own in the place of `scaled_dot_product_attention`."""
+    args, kwargs = call
+    kept, seen = getattr(module, function), []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen.append(given)
+        return kept(*given, **named)
+
+    before, _ = shortened(name, args, kwargs)
+    before(*args, **kwargs)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, function, noted)
+        during, _ = shortened(name, args, kwargs)
+        for operation in (before, during):
+            seen.clear()
+            for _ in range(3):
+                operation(*args, **kwargs)
+            assert len(seen) == 3
+    seen.clear()
+    for operation in (before, during):
+        known = operation._shortcuts.in_cpp
+        count = known.found if where == "cpp" else 0
+        operation(*args, **kwargs)
+        assert not seen and (where == "python" or known.found == count + 1)
 
 
 def replaced(*args: Any, **kwargs: Any) -> Any:

@@ -136,6 +136,7 @@ def test_what_is_not_kept_is_refused() -> None:
         ((x,), 1, ((("aten::no_such_operator", "", (GIVEN[0],)),), *plain[1:])),
         ((x,), 1, ((("aten::relu", "", ([],)),), *plain[1:])), ((x,), 1, ((("aten::relu", ""),), *plain[1:])),
         ((x,), 1, (*plain[:4], (AttentionOutput, {}))), ((x,), 1, (*plain[:4], (3, {}))),
+        *(((x,), 1, (*plain[:3], {asked: 3}, None)) for asked in (3, (torch,), (3, "x"), (torch, 3))),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             known.add(args, tensors, {}, None, *rest)

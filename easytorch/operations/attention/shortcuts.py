@@ -21,6 +21,10 @@ from easytorch.kernels.repeated.steps import GIVEN, Operator, Output, Steps
 from easytorch.operations.dispatch.output import AttentionOutput
 
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_UNCHANGED = {
+    torch._C._get_flash_sdp_enabled: True,
+    (F, "scaled_dot_product_attention"): torch._C._nn.scaled_dot_product_attention,
+}
 _OUTPUT = Output(AttentionOutput, {field.name: field.default for field in fields(AttentionOutput)})
 
 
@@ -54,7 +58,7 @@ def sdpa_shortcut(
         return run
     return Steps(
         run, (Operator(_FLASH, (*GIVEN[:3], 0.0, aligned, None, scale)),), given_turned=True, result_turned=True,
-        switches={torch._C._get_flash_sdp_enabled: True}, output=_OUTPUT,
+        switches=_UNCHANGED, output=_OUTPUT,
     )  # fmt: skip
 
 

@@ -54,8 +54,9 @@ def unpatched(*operations: Any) -> bool:
 
 
 def called_as_made(cls: type) -> bool:
-    """Whether `__call__` of an operation's class, and of its bases, is the one it was made with."""
-    return all(base.__call__ is base._made_call for base in cls.__mro__ if isinstance(base, OperationType))
+    """Whether an operation's class, and each of its bases, has the `__call__` that `OperationImpl` was made with."""
+    bases = [base for base in cls.__mro__ if isinstance(base, OperationType) and hasattr(base, "_shortcuts")]
+    return all(base.__call__ is base._made_call is bases[-1]._made_call for base in bases)
 
 
 def watched(cls: type) -> bool:
