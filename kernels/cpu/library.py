@@ -77,18 +77,19 @@ def _try_to_load() -> str | None:
     if reason is not None:
         return reason
     path = build.library_path()
-    if not build.built(path):
-        logger.warning(
-            "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)",
-            path.parent,
-        )
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(repeated.load)  # compiled meanwhile
-        try:
+    if build.built(path):
+        repeated.load()
+        return _load_file(path)
+    logger.warning(
+        "compiling the C++ kernels into %s: about a minute, once (EASYTORCH_CPU_KERNELS=0 turns them off)", path.parent
+    )
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(repeated.load)  # compiled meanwhile
             path = build.build()
-        except build.BuildError as error:
-            logger.warning("no C++ kernels: %s", error)
-            return str(error)
+    except RuntimeError as error:  # `BuildError`, or a thread that cannot start as the process is ending
+        logger.warning("no C++ kernels: %s", error)
+        return str(error)
     return _load_file(path)
 
 
