@@ -291,3 +291,13 @@ def test_old_libraries_go(tmp_path: Path) -> None:
         os.utime(path, (1000 - age, 1000 - age))
     build._trim(paths[0])
     assert sorted(tmp_path.iterdir()) == sorted(paths[: build.KEPT])
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["built", "not built"])
+def test_a_process_that_is_ending_is_told_too(environment: dict[str, str], there: bool) -> None:
+    """In handlers of `atexit` no pool of threads takes work any more."""
+    code = "import atexit; atexit.register(lambda: print(library.missing()))"
+    process = start(environment, f"build.build(); {code}" if there else code)
+    output, errors = process.communicate(timeout=120)
+    assert ("does not load" if there else "no C++ kernels") in (output if there else errors), output + errors
+    assert "Traceback" not in errors
