@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -54,7 +53,7 @@ class Steps:
     operators: tuple[Operator, ...]
     given_turned: bool = False
     result_turned: bool = False
-    switches: Mapping[Callable[[], Any] | tuple[ModuleType, str], Any] = field(default_factory=dict)
+    switches: Mapping[Any, Any] = field(default_factory=dict)
     output: Output | None = None
 
     def __call__(self, *tensors: Any) -> Any:
