@@ -18,7 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from easytorch.cache_names import cache_keyword, takes_cache
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.encoder_heads import EncoderTokenClassification
-from easytorch.layers.relative_bias import check_buckets
+from easytorch.layers.relative_bias import check_buckets, merged
 from easytorch.layers.seq2seq import EncoderDecoder, Seq2SeqModel, decoder_masks, new_cache
 from easytorch.layers.seq2seq_heads import (
     SentenceHead,
@@ -35,7 +35,6 @@ from easytorch.models._t5_blocks import (
     T5LayerSelfAttention,
     T5Projections,
     T5SelfAttention,
-    merged,
 )
 from easytorch.protocol.native import NativeModel
 
