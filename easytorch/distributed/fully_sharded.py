@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from easytorch.distributed.declared import first_names, generic_name
+from easytorch.distributed.gloo import use_direct_collectives
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
@@ -62,7 +63,11 @@ def shard_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec], sizes
 def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]) -> None:
     """Make the parameters below `module` that are in no group yet one group; ignored: those that are to be in none."""
     if AXIS in (mesh.mesh_dim_names or ()):
-        fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored)
+        sharded = fully_shard(
+            module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored
+        )
+        if mesh.device_type == "cpu":
+            use_direct_collectives(sharded, mesh.get_group(AXIS))
         return
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
