@@ -252,6 +252,7 @@ class _Run:
         if math.isfinite(mean) and math.isfinite(gradient_norm):
             if config.grad_clip:
                 clip(parameters, config.grad_clip, norm)
+            self.saver.before_update()
             self.parallel.update(self.optimizer)
             self.skipped_in_a_row = 0
         else:
