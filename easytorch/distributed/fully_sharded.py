@@ -95,6 +95,15 @@ def fsdp_groups(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def keep_gathered(model: nn.Module) -> None:
+    """Keep what is gathered for a forward until its backward, for memory of the full weights; before the first one."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            module.set_reshard_after_forward(False, recurse=False)
+
+
 def undo(model: nn.Module) -> None:
     """Undo `shard_fully`, leaving the parameters as they are. torch has no function for it."""
     for module in model.modules():
