@@ -165,7 +165,9 @@ class Stager(BlockingAsyncStager):
     tied: Mapping[str, str] = MappingProxyType({})  # the other names of a tensor -> its first
     _copying: Future[dict[str, Any]] | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def stage(  # type: ignore[override]  # a future too, as torch's AsyncStager allows
+        self, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
         shapes = {name: (_local(one).shape, one.dtype) for name, one in state_dict.items()}
         if self.state_dict_cache is None or shapes != self.shapes:
             self.state_dict_cache, self.shapes = _create_cpu_state_dict(state_dict), shapes
