@@ -225,11 +225,14 @@ def meshes(folder: Path, quick: bool, steps: int, dtype: str) -> Seconds:
 
 
 def checkpoint(folder: Path, quick: bool, steps: int, dtype: str) -> Seconds:
-    """Each run saves after the second step, in the background or not; steps behind it let the background finish."""
+    """Each run saves after the second step, in the background or not; steps behind it let the background finish.
+
+    What the loop waits before the next update, for copies of a save in the background, is part of its stall.
+    """
     from easytorch.training import saving, train
 
     found = defaultdict[str, list[float]](list)
-    save = saving.CheckpointSaver.save
+    save, before_update = saving.CheckpointSaver.save, saving.CheckpointSaver.before_update
 
     def timed(saver: Any, step: int, *arguments: Any) -> None:
         before = time.perf_counter()
@@ -237,6 +240,14 @@ def checkpoint(folder: Path, quick: bool, steps: int, dtype: str) -> Seconds:
         if step % 2 == 0:
             found["background" if saver.config.async_checkpoint else "at once"].append(time.perf_counter() - before)
 
+    def waited(saver: Any) -> None:
+        before = time.perf_counter()
+        copying = saver._stager._copying is not None
+        before_update(saver)
+        if copying:
+            found["background"][-1] += time.perf_counter() - before
+
+    saving.CheckpointSaver.before_update = waited  # type: ignore[method-assign]
     saving.CheckpointSaver.save = timed  # type: ignore[method-assign,assignment]
     for number in range(4):
         background = bool(number % 2)

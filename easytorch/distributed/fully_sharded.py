@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from easytorch.distributed.declared import first_names, generic_name
+from easytorch.distributed.gloo import use_direct_collectives
 from easytorch.distributed.mesh import mesh_axis_sizes
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
@@ -62,7 +63,11 @@ def shard_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec], sizes
 def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard], ignored: set[nn.Parameter]) -> None:
     """Make the parameters below `module` that are in no group yet one group; ignored: those that are to be in none."""
     if AXIS in (mesh.mesh_dim_names or ()):
-        fully_shard(module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored)
+        sharded = fully_shard(
+            module, mesh=mesh, shard_placement_fn=lambda one: dims.get(id(one)), ignored_params=ignored
+        )
+        if mesh.device_type == "cpu":
+            use_direct_collectives(sharded, mesh.get_group(AXIS))
         return
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -88,6 +93,15 @@ def fsdp_groups(model: nn.Module) -> list[nn.Module]:
         for module in found
         if any(True for _ in module.parameters()) and not any(id(one) in tied for one in module.parameters())
     ]
+
+
+def keep_gathered(model: nn.Module) -> None:
+    """Keep what is gathered for a forward until its backward, for memory of the full weights; before the first one."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            module.set_reshard_after_forward(False, recurse=False)
 
 
 def undo(model: nn.Module) -> None:

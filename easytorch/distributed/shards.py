@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -93,8 +93,9 @@ def save_shards(
     # that there is no process group is what a single process wants; the filter is for a thread too
     warnings.filterwarnings("ignore", message=_ALONE)
     if in_background:
-        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
-        return future  # type: ignore[no-any-return]
+        begun: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
+        future: Future[Any] = getattr(begun, "upload_completion", begun)
+        return future
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -154,21 +155,45 @@ class Stager(BlockingAsyncStager):
 
     torch's own keeps it too, but as pinned memory, which there is with a GPU alone. A weight of several names is copied
     once while training waits; `copy_tied` gives each name memory of its own, as safetensors asks for.
+
+    constant: the names of tensors on the CPU that do not change until `wait_for_copies` returns: they are copied in a
+    thread. All others are copied when a save begins.
     """
 
+    constant: Container[str] = ()
     shapes: dict[str, Any] | None = None
     tied: Mapping[str, str] = MappingProxyType({})  # the other names of a tensor -> its first
+    _copying: Future[dict[str, Any]] | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(  # type: ignore[override]  # a future too, as torch's AsyncStager allows
+        self, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
         shapes = {name: (_local(one).shape, one.dtype) for name, one in state_dict.items()}
         if self.state_dict_cache is None or shapes != self.shapes:
             self.state_dict_cache, self.shapes = _create_cpu_state_dict(state_dict), shapes
         kept, first = self.state_dict_cache, dict[Any, str]()
         names = {name: first.setdefault(_memory(one) or name, name) for name, one in state_dict.items()}
         self.tied = {name: other for name, other in names.items() if name != other}
-        untied = [name for name in state_dict if name not in self.tied]
-        _copy_state_dict({name: state_dict[name] for name in untied}, {name: kept[name] for name in untied})
-        return dict(kept)
+        later = [name for name in names if name not in self.tied and name in self.constant]
+        at_once = [name for name in names if name not in self.tied and name not in self.constant]
+
+        def copy(names: list[str]) -> dict[str, Any]:
+            _copy_state_dict({name: state_dict[name] for name in names}, {name: kept[name] for name in names})
+            return dict(kept)
+
+        staged = copy(at_once)
+        if not later:
+            return staged
+        threads = ThreadPoolExecutor(1)
+        self._copying = threads.submit(copy, later)
+        threads.shutdown(wait=False)
+        return self._copying
+
+    def wait_for_copies(self) -> None:
+        """Wait for the thread that copies, if there is one; its error is that of the save."""
+        if self._copying is not None:
+            wait([self._copying])
+            self._copying = None
 
     def copy_tied(self) -> None:
         """The rest of `stage`, in the thread that writes."""

@@ -22,6 +22,7 @@ QUANTIZATIONS = ("nf4", "int8", "int4")
 CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("auto", "cpu", "cuda", "xla")
 ON_NONFINITE = ("stop", "skip")
+RESHARDING = ("auto", "always", "never")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
 MESH_AXES = (*DATA, "pp", "sp", "tp")
 
@@ -29,7 +30,7 @@ MESH_AXES = (*DATA, "pp", "sp", "tp")
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
     "checkpoint_format", "async_checkpoint", "activation_checkpointing", "activation_checkpointing_every",
-    "tensorboard", "timeout",
+    "reshard_after_forward", "tensorboard", "timeout",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -115,6 +116,9 @@ class TrainingConfig:
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer, and
         "pp" the layers into stages; one size may be -1, the rest. None means "dp=-1".
+    reshard_after_forward: of "fsdp", whether each layer's full weights are freed after its forward and gathered again
+        for its backward ("always"), or kept in between ("never"), for memory of all layers' weights. "auto" is "never"
+        on a CPU, where gathering takes the processor from the computation, else "always".
     timeout: seconds that processes wait for one that does not answer before the run ends and names it.
     on_nonfinite: a loss or gradient that is NaN or infinite ends the run ("stop"), or its step is skipped and the run
         continues ("skip"), up to ten in a row. A checkpoint is written only if the weights give a finite loss.
@@ -170,6 +174,7 @@ class TrainingConfig:
     async_checkpoint: bool = False
     tensorboard: bool = False
     mesh: str | None = None
+    reshard_after_forward: str = "auto"
     timeout: int = 1800
     on_nonfinite: str = "stop"
     resume: bool = False
@@ -229,6 +234,8 @@ class TrainingConfig:
         self._require("checkpoint_format", self.checkpoint_format in CHECKPOINT_FORMATS, known)
         if self.async_checkpoint and self.checkpoint_format == "full":
             raise ValueError(f"{flag('async_checkpoint')} requires {flag('checkpoint_format')} sharded or auto")
+        known = f"one of {', '.join(RESHARDING)}"
+        self._require("reshard_after_forward", self.reshard_after_forward in RESHARDING, known)
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(

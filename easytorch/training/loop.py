@@ -31,6 +31,7 @@ from easytorch.training.prepare import (
     check_inputs,
     check_model,
     find_checkpoint,
+    made_data,
     make_model,
     make_reference,
     read_task,
@@ -77,19 +78,22 @@ def train(config: TrainingConfig) -> TrainingResult:
 def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
     """`train`, in processes that have joined already."""
     with kept_memory() as keep_memory:
-        with processes.one_failure():
-            run = _prepare(processes, config)
+        with processes.one_failure(), ExitStack() as undone:
+            run = _prepare(processes, config, undone)
         processes.limit_waiting()  # the mesh has made groups
         return run.run(keep_memory)
 
 
-def _prepare(processes: Processes, config: TrainingConfig) -> _Run:
-    """Inputs, model, optimizer and the progress of a checkpoint, in every process."""
+def _prepare(processes: Processes, config: TrainingConfig, undone: ExitStack) -> _Run:
+    """Inputs, model, optimizer and the progress of a checkpoint, in every process.
+
+    undone: receives what an error, here or in another process, takes back.
+    """
     settings: dict[str, Any] = {}
     with processes.together():
         checkpoint = find_checkpoint(config)
         if processes.first:
-            settings = _make_inputs(config, processes.world, checkpoint)
+            settings = _make_inputs(config, processes.world, checkpoint, undone)
     with processes.together():
         tokenizer, task = read_task(config)
         device = processes.device_of_new_models
@@ -115,11 +119,12 @@ def dropout_seed(seed: int, step: int, place: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63
 
 
-def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None) -> dict[str, Any]:
+def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None, undone: ExitStack) -> dict[str, Any]:
     """Check the inputs, print notes, write tokenizer and tokens; returns the settings that a checkpoint stores."""
     inputs = check_inputs(config, processes)
     for note in inputs.notes:
         print(note, flush=True)
+    undone.enter_context(made_data(config))
     write_data(config, inputs.texts, checkpoint)
     return inputs.settings
 
@@ -247,6 +252,7 @@ class _Run:
         if math.isfinite(mean) and math.isfinite(gradient_norm):
             if config.grad_clip:
                 clip(parameters, config.grad_clip, norm)
+            self.saver.before_update()
             self.parallel.update(self.optimizer)
             self.skipped_in_a_row = 0
         else:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from easytorch.distributed.fully_sharded import keep_gathered
 from easytorch.distributed.mesh import make_mesh
 from easytorch.distributed.sharding import data_place, full_tensors, shard_model
 from easytorch.distributed.staged_call import pipeline_of
@@ -147,6 +148,8 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     original, wrong = type(model), None
     try:
         shard_model(model, mesh=mesh)
+        if not reshards(config, processes.device):
+            keep_gathered(model)
         task.shard(mesh)
     except (ValueError, NotImplementedError) as error:  # sizes and plans, which are the same in each process
         wrong = ValueError(f"{flag('mesh')} {config.mesh}: {error}")
@@ -158,6 +161,13 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         model, model, place, places, sharded=True, tokens=tokens, original=original, parameters=parameters,
         pipeline=pipeline_of(model),
     )  # fmt: skip
+
+
+def reshards(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether layers over "fsdp" free their full weights between forward and backward."""
+    if config.reshard_after_forward == "auto":
+        return device.type != "cpu"
+    return config.reshard_after_forward == "always"
 
 
 def _replicated(model: PreTrainedModel, task: Task, processes: Processes) -> DistributedDataParallel:

@@ -127,12 +127,12 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 
 def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
-    """The tokenizer and the tokenized text, in the folder `data` of the output; one process makes them."""
+    """The tokenizer and the tokenized text, in the folder of `made_data`; one process makes them."""
     from transformers.utils import logging
 
     # transformers draws a bar for each save and load; this run has one of its own.
     logging.disable_progress_bar()
-    folder = Path(config.output) / "data"
+    folder = data_folder(config)
     source = checkpoint or (config.model if isinstance(config.model, str) else config.tokenizer)
     if source is None and config.dataset is not None:
         texts = list(_strings(list(Examples(config))))
@@ -141,7 +141,7 @@ def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None
     if config.dataset is None:
         tokens = tokenize(texts, tokenizer)
         split_blocks(len(tokens), config.block_size, config.eval_fraction)  # refuses too little text
-    with named_os_errors(folder), _made_whole(folder):
+    with named_os_errors(folder):
         tokenizer.save_pretrained(folder)
         if config.dataset is None:
             np.save(folder / "tokens.npy", tokens)
@@ -149,11 +149,18 @@ def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None
             _write_rows(folder / "rows", tokenizer, config)
 
 
+def data_folder(config: TrainingConfig) -> Path:
+    return Path(config.output) / "data"
+
+
 @contextmanager
-def _made_whole(folder: Path) -> Iterator[None]:
-    """Makes a folder; an error inside removes it, and those above that it made, where they were not there before."""
+def made_data(config: TrainingConfig) -> Iterator[None]:
+    """Makes the folder `data` of the output, around the preparation of a run: an error removes it, and those above that
+    were made for it, where they were not there before."""
+    folder = data_folder(config)
     made = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    with named_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
@@ -187,7 +194,7 @@ def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     """The files of `write_data`, read in every process."""
     from transformers import AutoTokenizer
 
-    folder = Path(config.output) / "data"
+    folder = data_folder(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if config.dataset is None:
         return tokenizer, TextTask(TokenBlocks(folder / "tokens.npy", config.block_size, config.eval_fraction))

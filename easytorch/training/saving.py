@@ -75,6 +75,10 @@ class CheckpointSaver:
                 )  # fmt: skip
         self.newest = final
 
+    def before_update(self) -> None:
+        """Wait until a save in the background has copied what the optimizer is about to change."""
+        self._stager.wait_for_copies()
+
     def wait(self) -> None:
         """Wait for the save in the background, if there is one. Its error is raised in one process."""
         if self._running is None:
@@ -130,6 +134,11 @@ class CheckpointSaver:
             remove_old(final.parent, keep)
 
         state = {**model_tensors(self.parallel.model), **tensors}
+        # forward and backward may change buffers, and the optimizer alone the rest
+        buffers = {name for name, _ in self.parallel.model.named_buffers(remove_duplicate=False)}
+        self._stager.constant = frozenset(
+            name for name, one in state.items() if one.device.type == "cpu" and name not in buffers
+        )
         group, background = self.processes.cpu_group(), self.config.async_checkpoint
         future = None
 

@@ -7,13 +7,14 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
 import easytorch
-from easytorch.training import latest_checkpoint, train
+from easytorch.training import latest_checkpoint, loop, train
 from easytorch.training.metrics import read_metrics
 from easytorch.training.report import ProgressReport
 
@@ -165,5 +166,20 @@ def test_a_tokenizer_of_another_model_is_refused(settings):
     folder = train(small).checkpoint
     large = settings("large", vocab_size=300, steps=1)
     shutil.copy(train(large).checkpoint / "tokenizer.json", folder)
+    mixed = settings("mixed", model=str(folder))
     with pytest.raises(ValueError, match=r"has embeddings for 280: the tokenizer is another model's"):
-        train(settings("mixed", model=str(folder)))
+        train(mixed)
+    assert not Path(mixed.output).exists(), "what was tokenized is left behind"
+
+
+def test_what_was_there_before_a_run_that_does_not_begin_stays(settings, monkeypatch):
+    monkeypatch.setattr(loop, "make_optimizer", Mock(side_effect=ValueError("no optimizer")))
+    for name, made in (("file", "notes.txt"), ("data", "data/notes.txt")):
+        config = settings(name)
+        notes = Path(config.output) / made
+        notes.parent.mkdir(parents=True)
+        notes.write_text("kept")
+        with pytest.raises(ValueError, match="no optimizer"):
+            train(config)
+        assert notes.read_text() == "kept"
+        assert (Path(config.output) / "data").exists() == (name == "data")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -155,10 +156,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(trained, tmp_path, monke
         if self.step == 3:
             stepped.set()
 
+    copy = shards._copy_state_dict
+
+    def slow(*arguments):  # so that a step that does not wait for it changes what it copies
+        if threading.current_thread() is not threading.main_thread():
+            copies.append(time.sleep(0.3))
+        return copy(*arguments)
+
+    copies = list[None]()
     monkeypatch.setattr(shards._Writer, "write_data", late)
+    monkeypatch.setattr(shards, "_copy_state_dict", slow)
     monkeypatch.setattr(loop._Run, "_train_step", train_step)
     config = dataclasses.replace(trained, output=str(tmp_path / "late"))
     train(config)
+    assert len(copies) == 2
     for number in (2, 4):
         found, expected = (tensors_of(Path(one.output) / f"checkpoint-{number}") for one in (config, trained))
         assert all(torch.equal(found[name], one) for name, one in expected.items()), number
