@@ -96,7 +96,7 @@ def cached_layers(model: Any) -> CachedLayers | None:
 
 
 def _numbered(base: nn.Module) -> list[nn.Module]:
-    """The modules that know which layer of the cache is theirs: neither the blocks that they stand in nor parts of them,
+    """The modules that know which layer of the cache is theirs: neither the blocks around them nor parts of them,
     which are numbered too."""
     found: list[nn.Module] = []
     parts: set[nn.Module] = set()
