@@ -146,7 +146,7 @@ class Processes:
             store.set(f"easytorch/alive/{self.rank}", "1")
             rank, mark = store.compare_set("easytorch/failed", "", mine).decode().split()
             broken = isinstance(error, RuntimeError)
-            waited = broken and "timed out" in str(error).lower()
+            waited = broken and any(one in str(error).lower() for one in _IN_VAIN)
             if rank == str(self.rank) and waited:
                 raise SilentProcessError(self._waited_in_vain(self._silent(store))) from error
             killed = broken and stop is not None and stop.asked_within(LOST_PEER_SECONDS)
@@ -169,6 +169,10 @@ class Processes:
             if not silent or time.monotonic() > until:
                 return silent
             time.sleep(0.05)
+
+
+# What gloo says when another process does not answer: of a sum and of a broadcast.
+_IN_VAIN = ("timed out", "timeout caused")
 
 
 def _of_this_start(store: dist.Store, world: int) -> dist.Store:
