@@ -162,10 +162,10 @@ def _divide(module: Any, mesh: Mesh, experts: int, layouts: Mapping[str, Declare
 
 
 class _Call:
-    """A module's parameters and its own forward, for `read_through` to wrap in place of the module's."""
+    """A module's tensors and its own forward, for `read_through` to wrap in place of the module's."""
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
-        self._parameters, self.forward = module._parameters, forward
+        self._parameters, self._buffers, self.forward = module._parameters, module._buffers, forward
 
 
 def _own_part(region: _Region, layout: Declared, parameter: Tensor) -> Tensor:
