@@ -51,6 +51,21 @@ def layers_of(model: Any) -> ModelLayers:
     return ModelLayers(config, get_layer_types_and_kwargs(config)[0], masks_of, by_type)
 
 
+def numbered(model: Any) -> list[Any]:
+    """The modules that know which layer of a cache is theirs: neither the blocks around them nor parts of them, which
+    are numbered too."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found: list[Any] = []
+    parts: set[Any] = set()
+    for one in model.modules():
+        block = isinstance(one, GradientCheckpointingLayer)
+        if one not in parts and not block and isinstance(getattr(one, "layer_idx", None), int):
+            found.append(one)
+            parts.update(one.modules())
+    return found
+
+
 def _as_declared(config: Any) -> Any:
     """The config without settings that its class does not know, which its model does not read.
 

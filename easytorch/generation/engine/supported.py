@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
-
+from easytorch.generation.model_layers import numbered
 from easytorch.layers.config import attn_implementation, wants_attentions
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.grouped_attention import GroupedAttention
@@ -92,20 +90,7 @@ def cached_layers(model: Any) -> CachedLayers | None:
     # both an attention and a state: a mapping of two masks
     both = {} if backbone is None else {one for one in types if isinstance(backbone.masks_of[one], Mapping)}
     expected = sum(0 if one in _WITHOUT_CACHE else 2 if one in both else 1 for one in types)
-    return CachedLayers(_numbered(base), types, expected)
-
-
-def _numbered(base: nn.Module) -> list[nn.Module]:
-    """The modules that know which layer of the cache is theirs: neither the blocks around them nor parts of them,
-    which are numbered too."""
-    found: list[nn.Module] = []
-    parts: set[nn.Module] = set()
-    for one in base.modules():
-        block = isinstance(one, GradientCheckpointingLayer)
-        if one not in parts and not block and isinstance(getattr(one, "layer_idx", None), int):
-            found.append(one)
-            parts.update(one.modules())
-    return found
+    return CachedLayers(numbered(base), types, expected)
 
 
 def empty_masks(model: Any) -> dict[str, None] | None:
