@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -236,10 +237,16 @@ def _flags() -> tuple[str, ...]:
 
 @functools.cache
 def _sources_key(flags: tuple[str, ...], torch_version: str) -> str:
+    paths = [*sources(), *sorted(SOURCES.glob("*/cpu*.h")), *sorted((SOURCES / "cpu").glob("*.h"))]
+    return key_of(paths, flags, torch_version, platform.machine())
+
+
+def key_of(paths: Iterable[Path], *facts: Any) -> str:
+    """What names a library that is made of these files of `SOURCES`, and depends on these facts too."""
     found = hashlib.sha256()
-    for path in [*sources(), *sorted(SOURCES.glob("*/cpu*.h")), *sorted((SOURCES / "cpu").glob("*.h"))]:
+    for path in paths:
         found.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes() + b"\0")
-    found.update(repr((flags, torch_version, platform.machine())).encode())
+    found.update(repr(facts).encode())
     return found.hexdigest()[:16]
 
 

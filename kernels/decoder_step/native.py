@@ -129,12 +129,9 @@ class PagesOfLayer(NamedTuple):
     left: int | None = None
 
 
-def decoder_layers(
-    x: Tensor, layers: Sequence[LayerWeights], memory: Sequence[SlotOfLayer] | Sequence[PagesOfLayer]
-) -> Tensor:
+def decoder_layers(x: Tensor, layers: Sequence[LayerWeights], memory: Sequence[SlotOfLayer | PagesOfLayer]) -> Tensor:
     """Layer after layer, each of two halves: (B, 1, D) -> (B, 1, D). All layers have slots, or all have pages."""
-    for layer, index in zip(layers, range(len(memory)), strict=True):
-        own = memory[index]
+    for layer, own in zip(layers, memory, strict=True):
         call = AttentionCall(sinks=layer.sinks, scale=layer.scale, softcap=layer.softcap)
         if isinstance(own, SlotOfLayer):
             x = attention_step(x, layer.attention, own.angles, own.slot, call._replace(mask=own.mask))

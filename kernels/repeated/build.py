@@ -4,7 +4,6 @@ library (`cpu/build.py`)."""
 from __future__ import annotations
 
 import functools
-import hashlib
 import platform
 import sys
 import sysconfig
@@ -15,7 +14,7 @@ import torch
 from easytorch.kernels.cpu import build as kernels
 
 NAME = "easytorch_repeated"
-SOURCE = Path(__file__).with_name("module.cpp")
+SOURCE = kernels.SOURCES / "repeated" / "module.cpp"
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 
@@ -64,12 +63,9 @@ def _compile(work: Path) -> Path:
 
 @functools.cache
 def _key(flags: tuple[str, ...], torch_version: str) -> str:
-    found = hashlib.sha256()
-    for source in [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]:
-        found.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    python = sysconfig.get_config_var("EXT_SUFFIX")
-    found.update(repr((flags, torch_version, platform.machine(), python, sys.version_info[:2])).encode())
-    return found.hexdigest()[:16]
+    python = sysconfig.get_config_var("EXT_SUFFIX"), sys.version_info[:2]
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    return kernels.key_of(sources, flags, torch_version, platform.machine(), *python)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@
 
 #include "reading.h"
 
+#include <structmember.h>  // after Python.h
+
 namespace easytorch {
 
 using Calls = std::unordered_map<uint64_t, std::vector<std::shared_ptr<const KeptCall>>>;
@@ -131,18 +133,9 @@ inline PyMethodDef known_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-inline PyObject* found_of(PyObject* self, void*) { return PyLong_FromSsize_t(reinterpret_cast<Known*>(self)->found); }
-
-inline int set_found(PyObject* self, PyObject* value, void*) {
-  const Py_ssize_t count = value == nullptr ? -1 : PyLong_AsSsize_t(value);
-  if (count == -1 && PyErr_Occurred()) return -1;
-  reinterpret_cast<Known*>(self)->found = count;
-  return 0;
-}
-
-inline PyGetSetDef known_attributes[] = {
-    {"found", found_of, set_found, "Calls that were found since it was set to 0.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+inline PyMemberDef known_attributes[] = {
+    {"found", T_PYSSIZET, offsetof(Known, found), 0, "Calls that were found since it was set to 0."},
+    {nullptr, 0, 0, 0, nullptr},
 };
 
 inline PyType_Slot known_slots[] = {
@@ -151,7 +144,7 @@ inline PyType_Slot known_slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(known_traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(known_clear)},
     {Py_tp_methods, known_methods},
-    {Py_tp_getset, known_attributes},
+    {Py_tp_members, known_attributes},
     {0, nullptr},
 };
 

@@ -8,8 +8,6 @@
 
 #include "known.h"
 
-#include <structmember.h>  // after Python.h
-
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr& error);  // of libtorch_python
 }

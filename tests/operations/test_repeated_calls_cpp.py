@@ -25,14 +25,11 @@ from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.output import AttentionOutput
 from easytorch.operations.dispatch.record import recorded_operations
 from easytorch.operations.dispatch.shortcuts import LARGEST, forget_all
+from tests.operations.test_repeated_calls import draw, value
 
 pytestmark = pytest.mark.skipif(
     cpu_library.missing() is not None or library.module() is None, reason=f"repeated calls: {library.described()}"
 )
-
-
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def repeated(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +184,7 @@ def test_random_calls_give_what_the_operation_gives() -> None:
             assert type(got) is type(want)
             if isinstance(got, AttentionOutput):
                 assert vars(got).keys() == vars(want).keys() and got.attention_weights is got.cache_view is None
-                got, want = got.attention_outputs, want.attention_outputs
+                got, want = value(got), value(want)
             assert torch.equal(got, want) and got.stride() == want.stride() and got.dtype == want.dtype
             assert got.requires_grad == want.requires_grad
             args = tuple(one.clone() if isinstance(one, Tensor) and type(one) is Tensor else one for one in args)
@@ -284,10 +281,7 @@ def test_threads_that_call_while_others_forget(monkeypatch: pytest.MonkeyPatch) 
         with torch.no_grad():
             while not ended.is_set():
                 for (operation, args, kwargs), expected in zip(cases, want, strict=True):
-                    got = operation(*args, **kwargs)
-                    if isinstance(got, AttentionOutput):
-                        got, expected = got.attention_outputs, expected.attention_outputs
-                    if not torch.equal(got, expected):
+                    if not torch.equal(value(operation(*args, **kwargs)), value(expected)):
                         wrong.append(operation)
 
     interval = sys.getswitchinterval()

@@ -1,7 +1,7 @@
 """Methods replaced after their class was made, as tests and debuggers do: what an operation remembers of calls ends.
 
 Set or deleted on a class, by its metaclass, or set on an instance, by `OperationImpl.__setattr__`. While one is
-replaced no shortcut is made; put back, they are again. `__call__` is none of them: what replaces it is called anyway.
+replaced no shortcut is made; put back, they are again.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ _METHODS = (types.FunctionType, staticmethod, classmethod)
 
 
 class OperationType(ABCMeta):
-    """The class of operations' classes. _made: the methods of one when it was made, its bases' too; _made_call: its
-    `__call__` then."""
+    """The class of operations' classes. _made: the methods of one when it was made, its bases' too."""
 
     _made: dict[str, Any]
-    _made_call: Any
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(name, bases, namespace)
-        type.__setattr__(cls, "_made_call", cls.__call__)
         type.__setattr__(cls, "_made", _methods(cls))
 
     def __setattr__(cls, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        cls._changed(name)
+        cls._changed()
 
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
-        cls._changed(name)
+        cls._changed()
 
-    def _changed(cls, name: str) -> None:
+    def _changed(cls) -> None:
         if "_made" in vars(cls):  # not while it is made
             forget_all()
 
@@ -53,12 +50,6 @@ def unpatched(*operations: Any) -> bool:
     return True
 
 
-def called_as_made(cls: type) -> bool:
-    """Whether an operation's class, and each of its bases, has the `__call__` that `OperationImpl` was made with."""
-    bases = [base for base in cls.__mro__ if isinstance(base, OperationType) and hasattr(base, "_shortcuts")]
-    return all(base.__call__ is base._made_call is bases[-1]._made_call for base in bases)
-
-
 def watched(cls: type) -> bool:
     """Whether every base of an operation's class reports when a method of it is replaced; a plain mixin does not."""
     return all(isinstance(base, OperationType) or base in (ABC, object) for base in cls.__mro__)
@@ -69,4 +60,4 @@ def _methods(cls: type) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         if base is not object:
             found.update(vars(base))
-    return {name: value for name, value in found.items() if isinstance(value, _METHODS) and name != "__call__"}
+    return {name: value for name, value in found.items() if isinstance(value, _METHODS)}

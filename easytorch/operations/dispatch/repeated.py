@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from easytorch.kernels.repeated import library
 from easytorch.kernels.repeated.steps import Steps
 from easytorch.operations.dispatch.environment import TABLE, VARIABLES
-from easytorch.operations.dispatch.patches import called_as_made
 
 if TYPE_CHECKING:
     from easytorch.operations.dispatch.impl import OperationImpl
@@ -25,7 +24,10 @@ def add(
     operation: OperationImpl, shortcuts: Shortcuts, args: tuple[Any, ...], tensors: int, kwargs: dict[str, Any],
     run: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Keeps a call in C++ too, where the extension is loaded and can compare it; `shortcuts.LOCK` is held."""
+    """Keeps a call in C++ too, where the extension is loaded and can compare it; `shortcuts.LOCK` is held, and no
+    method of the operation is replaced."""
+    from easytorch.operations.dispatch.impl import OperationImpl  # which imports this file
+
     module, cls = library.module(), type(operation)
     if module is None or not isinstance(TABLE, dict):
         return
@@ -42,7 +44,7 @@ def add(
         )  # fmt: skip
     except ValueError:  # of tensors that C++ does not compare
         return
-    if called_as_made(cls):
+    if cls.__call__ is OperationImpl.__call__:
         module.watch(cls)
 
 
