@@ -8,6 +8,7 @@ no positions of its queries. Legend: B batch, T tokens, S keys, D hidden size, H
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from easytorch.layers.attention import NATIVE_INTERFACES
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.decoder import DecoderBackbone
 from easytorch.layers.grouped_attention import GroupedAttention
-from easytorch.layers.masks import FULL, Masks
+from easytorch.layers.masks import FULL, Masks, masks_by_layer_type
 from easytorch.layers.relative_bias import merged
 
 BIAS = "alibi"  # where the bias stands among the masks of a forward
@@ -91,7 +92,9 @@ class AlibiBackbone(DecoderBackbone):
         masks = super().make_masks(inputs_embeds, attention_mask, cache, position_ids)
         if FULL not in masks:  # no layer
             return masks
-        mask, (_, length, _), device = masks[FULL], inputs_embeds.shape, inputs_embeds.device
+        mask, length, device = masks[FULL], inputs_embeds.shape[1], inputs_embeds.device
+        if mask is None and attn_implementation(self.config) not in NATIVE_INTERFACES:
+            mask = self._mask_of_scores(inputs_embeds, attention_mask, cache, position_ids)
         if isinstance(mask, torch.Tensor):
             keys = mask.shape[-1]
         elif mask is None:
@@ -102,12 +105,17 @@ class AlibiBackbone(DecoderBackbone):
         if mask is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             places = places_of_keys(attention_mask.to(device), keys)
         bias = alibi_bias(alibi_slopes(self.config.num_attention_heads, device), places, inputs_embeds.dtype)
-        if mask is None and attn_implementation(self.config) in NATIVE_INTERFACES:
-            return {**masks, BIAS: bias}
-        if mask is None:  # a function of the user's own is told by the mask alone
-            last = torch.arange(keys - 1 if length == 1 else 0, keys if length == 1 else length, device=device)
-            mask = places[None] <= last[:, None]
-        return {FULL: merged(mask, bias)}
+        return {**masks, BIAS: bias} if mask is None else {FULL: merged(mask, bias)}
+
+    def _mask_of_scores(self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Any, position_ids: Any) -> Any:
+        """What eager attention adds to the scores, always a tensor: a function of the user's own, for which
+        transformers may make no mask, is told of the bias by the mask alone."""
+        config = copy.copy(self.config)
+        config._attn_implementation_internal = "eager"
+        given = None if isinstance(attention_mask, Mapping) else attention_mask  # one of None: the past is seen
+        return masks_by_layer_type(
+            config, self.layer_types, inputs_embeds, given, cache, position_ids, masks_of=self.masks_of
+        )[FULL]
 
     def run_layers(
         self, hidden_states: torch.Tensor, masks: Masks, positions: Mapping[str, Any], **kwargs: Any

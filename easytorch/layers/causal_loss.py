@@ -35,13 +35,18 @@ def causal_lm_loss(
     weight and bias may be DTensors, sharded by the vocabulary.
     """
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shifted_by_one(labels, ignore_index)
     shift_labels = shift_labels.reshape(-1).to(hidden_states.device)
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     loss = vocabulary_parallel_cross_entropy if hasattr(weight, "device_mesh") else fused_linear_cross_entropy
     total = loss(rows, weight, shift_labels, bias, ignore_index=ignore_index, softcap=softcap, reduction="sum")
     count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return mean_loss(total, count)
+
+
+def shifted_by_one(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """labels (B, T) of the tokens themselves -> of the next tokens, `ignore_index` for the last."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def mean_loss(total: Tensor, count: Tensor | float) -> Tensor:

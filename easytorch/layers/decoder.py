@@ -25,7 +25,7 @@ from easytorch.cache_names import CACHE, cache_keyword, takes_cache
 from easytorch.layers import decoder_step, layers_step, sequence_parallel
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
-from easytorch.layers.masks import MASKS_OF, Masks, check_layer_types, check_windows, masks_by_layer_type
+from easytorch.layers.masks import MASKS_OF, SLIDING, Masks, check_layer_types, check_windows, masks_by_layer_type
 from easytorch.layers.norm import RMSNorm
 from easytorch.layers.rotary import RotaryEmbedding, RotaryTables
 
@@ -153,6 +153,10 @@ class DecoderBackbone(_Base):
     def types_of_layers(cls, config: Any) -> list[str]:
         """The type of each layer (layers/masks.py), from the family's attention class."""
         return cls.layer_class.attention_class.types_of_layers(config)  # type: ignore[attr-defined]
+
+    @property
+    def has_sliding_layers(self) -> bool:
+        return SLIDING in self.layer_types
 
     @staticmethod
     def embedding(config: Any) -> nn.Embedding:

@@ -28,9 +28,10 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import in_order
 from easytorch.layers.basics import check_one_input, keep_logits
+from easytorch.layers.causal_loss import shifted_by_one
 from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.linear import linear
-from easytorch.layers.word_loss import fused_word_loss, shifted_by_one
+from easytorch.layers.word_loss import fused_word_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
@@ -148,12 +149,10 @@ class WordsHead(EncoderHead):
 
 
 class EncoderMaskedLM(WordsHead):
-    """Logits of the word at every position. loss_keywords: those that the family's loss takes.
+    """Logits of the word at every position. A family with another `loss_of` overrides `fused_loss` too.
 
     In training the loss of a large vocabulary is computed without the logits, which are computed if they are read.
     """
-
-    loss_keywords: ClassVar[tuple[str, ...]] = ()
 
     def predicted(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None
@@ -163,6 +162,10 @@ class EncoderMaskedLM(WordsHead):
 
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        """`loss_of` the states' words, without their logits; None where it needs them."""
+        return fused_word_loss(self, hidden_states, labels)
 
     @can_return_tuple
     def forward(
@@ -186,8 +189,7 @@ class EncoderMaskedLM(WordsHead):
         )
         hidden_states, labels = self.predicted(outputs.last_hidden_state, labels)
         of_both = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        counted = {name: kwargs[name] for name in self.loss_keywords if name in kwargs}
-        loss = None if labels is None else fused_word_loss(self, hidden_states, labels, **counted)
+        loss = None if labels is None else self.fused_loss(hidden_states, labels, **kwargs)
         if loss is not None:
             deferred: Any = DeferredLogits(lambda: self.words(hidden_states))
             output_class: Any = deferring(MaskedLMOutput)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import defers
+from easytorch.layers.linear import watched
 
 IGNORED = -100
 
@@ -15,10 +17,15 @@ IGNORED = -100
 class WordModel(Protocol):
     training: bool
 
+    @property
+    def base_model(self) -> nn.Module: ...
+
+    def children(self) -> Iterator[nn.Module]: ...
+
     def get_output_embeddings(self) -> nn.Module: ...
 
     def word_states(self, hidden_states: Tensor) -> Tensor | None:
-        """hidden_states (..., D) -> what the output embedding multiplies (..., E); None where a hook sees more."""
+        """hidden_states (..., D) -> what the output embedding multiplies (..., E); None where it multiplies others."""
         ...
 
 
@@ -28,8 +35,9 @@ def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **k
     kwargs: those of `causal_lm_loss`. None where it needs the logits: outside of training, where a module of the head
     has hooks or is no plain one; or where they are few.
     """
-    weight, bias = plain_parameters(model.get_output_embeddings())
-    if weight is None or not model.training or not defers(hidden_states, weight):
+    embedding = model.get_output_embeddings()
+    weight, bias = plain_parameters(embedding)
+    if weight is None or not model.training or not defers(hidden_states, weight) or _hooked(model, embedding):
         return None
     rows, targets = hidden_states.flatten(0, -2), labels.flatten().to(hidden_states.device)
     if rows.is_cpu:  # elsewhere their number would have to be waited for
@@ -42,6 +50,7 @@ def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **k
     return causal_lm_loss(states, weight, targets, bias, shift_labels=targets, **kwargs)
 
 
-def shifted_by_one(labels: Tensor) -> Tensor:
-    """labels (B, T) of the tokens themselves -> of the next tokens, -100 for the last."""
-    return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+def _hooked(model: WordModel, embedding: nn.Module) -> bool:
+    """Whether a module of the head has hooks, which are to see every position; the embedding's were looked at."""
+    heads = (one for one in model.children() if one is not model.base_model)
+    return any(watched(part) for head in heads for part in head.modules() if part is not embedding)

@@ -95,9 +95,13 @@ class BartPreTrainedModel(NativeModel):
 
 
 class BartHalf(BartPreTrainedModel):
-    """Base class of the encoder and the decoder. final_norm: whether a norm follows the last layer (mBART)."""
+    """Base class of the encoder and the decoder.
+
+    side: what the config's names of its layers begin with. final_norm: whether a norm follows the last layer (mBART).
+    """
 
     padding_idx = given_by("config.pad_token_id")
+    side: ClassVar[str]
     layer_class: ClassVar[type[Any]]
     final_norm: ClassVar[bool] = False
 
@@ -105,23 +109,15 @@ class BartHalf(BartPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = BartScaledWordEmbedding(config)
         self.embed_positions = BartLearnedPositionalEmbedding(config.max_position_embeddings, config.d_model)
-        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(self.depth(config)))
+        layers: int = getattr(config, f"{self.side}_layers")
+        self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(layers))
         self.layernorm_embedding = LayerNorm(config.d_model)
         if self.final_norm:
             self.layer_norm = LayerNorm(config.d_model)
-        self.dropout, self.layerdrop = config.dropout, self.layerdrop_of(config)
+        self.dropout: float = config.dropout
+        self.layerdrop: float = getattr(config, f"{self.side}_layerdrop")
         self.gradient_checkpointing = False
         self.post_init()
-
-    @staticmethod
-    def depth(config: BartConfig) -> int:
-        """The number of layers."""
-        raise NotImplementedError
-
-    @staticmethod
-    def layerdrop_of(config: BartConfig) -> float:
-        """The share of layers that training leaves out."""
-        raise NotImplementedError
 
     def embedded(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         check_one_input(input_ids, inputs_embeds)
@@ -139,18 +135,9 @@ class BartHalf(BartPreTrainedModel):
 
 class BartEncoder(BartHalf):
     max_source_positions = given_by("config.max_position_embeddings")
+    side = "encoder"
     layer_class = BartEncoderLayer
     _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": SelfAttention}  # noqa: RUF012
-
-    @staticmethod
-    def depth(config: Any) -> int:
-        count: int = config.encoder_layers
-        return count
-
-    @staticmethod
-    def layerdrop_of(config: Any) -> float:
-        rate: float = config.encoder_layerdrop
-        return rate
 
     @merge_with_config_defaults
     @capture_outputs
@@ -173,22 +160,13 @@ class BartEncoder(BartHalf):
 
 class BartDecoder(BartHalf):
     max_target_positions = given_by("config.max_position_embeddings")
+    side = "decoder"
     layer_class = BartDecoderLayer
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": DecoderLayer,
         "attentions": SelfAttention,
         "cross_attentions": CrossAttention,
     }
-
-    @staticmethod
-    def depth(config: Any) -> int:
-        count: int = config.decoder_layers
-        return count
-
-    @staticmethod
-    def layerdrop_of(config: Any) -> float:
-        rate: float = config.decoder_layerdrop
-        return rate
 
     @takes_cache
     @merge_with_config_defaults

@@ -25,7 +25,7 @@ from easytorch.layers.encoder_heads import (
     classifier_dropout,
 )
 from easytorch.layers.heads import labels_of
-from easytorch.layers.linear import linear, watched
+from easytorch.layers.linear import linear
 from easytorch.models._bert_encoder import BertModel as BertModel
 from easytorch.models._bert_encoder import BertPreTrainedModel
 from easytorch.models._bert_rules import RULES as RULES
@@ -99,9 +99,8 @@ class BertWords(_Base):
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.cls(hidden_states)
 
-    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        predictions = self.cls.predictions
-        return None if watched(self.cls) or watched(predictions) else predictions.transformed(hidden_states)
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.cls.predictions.transformed(hidden_states)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.cls.predictions.decoder

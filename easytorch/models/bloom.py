@@ -14,16 +14,17 @@ from easytorch.cache_names import CACHE
 from easytorch.layers.alibi import AlibiAttention, AlibiBackbone
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.decoder import DecoderLayer
+from easytorch.layers.encoder import check_heads
 from easytorch.layers.heads import (
     CausalLMHead,
     QuestionAnsweringHead,
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from easytorch.layers.linear import linear
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.stock_names import given_by, same_as
+from easytorch.models.gpt_neox import GPTNeoXAttention
 from easytorch.protocol.native import NativeDecoder
 
 
@@ -39,15 +40,14 @@ class BloomMLP(PlainMLP):
         return nn.functional.dropout(super().forward(x), self.hidden_dropout, self.training)
 
 
-class BloomAttention(AlibiAttention):
+class BloomAttention(AlibiAttention, GPTNeoXAttention):
+    """With q, k and v stored as GPT-NeoX's."""
+
     pretraining_tp, slow_but_exact = given_by("config.pretraining_tp"), given_by("config.slow_but_exact")
     split_size, inv_norm_factor = given_by("config.hidden_size"), same_as("scaling")
-    output_name = "dense"
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        if config.hidden_size % config.num_attention_heads:
-            heads, width = config.num_attention_heads, config.hidden_size
-            raise ValueError(f"bloom: config.hidden_size={width} is not a multiple of config.n_head={heads}")
+        check_heads(config.hidden_size, config.num_attention_heads, "hidden_size or n_head")
         super().__init__(config, layer_idx, bias=True)
         self.hidden_dropout = config.hidden_dropout
 
@@ -55,15 +55,6 @@ class BloomAttention(AlibiAttention):
     def beta(self) -> float:
         """The factor of the bias, which is made for all layers at once: it cannot be set."""
         return 1.0
-
-    def make_projections(self, bias: bool, out_bias: bool) -> None:
-        hidden = self.config.hidden_size
-        self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=bias)
-        self.dense = nn.Linear(hidden, hidden, bias=out_bias)
-
-    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # stored head by head: query, key and value of one, then those of the next
-        return linear(self.query_key_value, hidden_states).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
 
     def project_output(self, attended: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().project_output(attended), self.hidden_dropout, self.training)

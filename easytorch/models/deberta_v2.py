@@ -24,7 +24,7 @@ from easytorch.layers.encoder_heads import (
     EncoderSequenceClassification,
     EncoderTokenClassification,
 )
-from easytorch.layers.linear import linear, watched
+from easytorch.layers.linear import linear
 from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeModel
 
@@ -277,10 +277,7 @@ class DebertaV2ForMaskedLM(EncoderMaskedLM, DebertaV2PreTrainedModel):
         return self.lm_predictions.lm_head(hidden_states, self.get_input_embeddings())
 
     def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        if not self.legacy or watched(self.cls.predictions):
-            return None
-        transformed: torch.Tensor = self.cls.predictions.transform(hidden_states)
-        return transformed
+        return self.cls.predictions.transform(hidden_states) if self.legacy else None
 
     def get_output_embeddings(self) -> nn.Module:
         head: nn.Module = self.cls.predictions.decoder if self.legacy else self.lm_predictions.lm_head.dense

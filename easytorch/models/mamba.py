@@ -148,6 +148,12 @@ class MambaForCausalLM(ArgumentsInOrder, FusedLoss, MambaPreTrainedModel, Genera
             inputs["attention_mask"] = None
         return inputs
 
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.float()
+
+    def logits_finish(self) -> tuple[float, float | None]:
+        return 1.0, None
+
     @takes_states
     @can_return_tuple
     def forward(
@@ -184,9 +190,10 @@ class MambaForCausalLM(ArgumentsInOrder, FusedLoss, MambaPreTrainedModel, Genera
         if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
             loss = self.fused_loss(kept, labels, **kwargs)
         if loss is not None:
-            logits, output_class = DeferredLogits(lambda: linear(self.lm_head, kept).float()), deferring(output_class)
+            deferred = DeferredLogits(lambda: self.finish_logits(linear(self.lm_head, kept)))
+            logits, output_class = deferred, deferring(output_class)
         else:
-            logits = linear(self.lm_head, kept).float()
+            logits = self.finish_logits(linear(self.lm_head, kept))
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         output: MambaCausalLMOutput = output_class(

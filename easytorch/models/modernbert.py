@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import ModernBertConfig
 from transformers import initialization as init
+from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -35,6 +36,7 @@ from easytorch.layers.masks import FULL, SLIDING, Masks, check_layer_types, type
 from easytorch.layers.norm import LayerNorm
 from easytorch.layers.rotary import LayerTypeRotaryEmbedding, rotary
 from easytorch.layers.stock_names import given_by
+from easytorch.layers.word_loss import fused_word_loss
 from easytorch.protocol.native import NativeModel
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
@@ -256,7 +258,6 @@ class ModernBertModel(ModernBertPreTrainedModel):
 class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
     backbone_class = ModernBertModel
     arguments = ARGUMENTS
-    loss_keywords = ("num_items_in_batch",)
     _tied_weights_keys = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}  # noqa: RUF012
 
     def add_head(self, config: ModernBertConfig) -> None:
@@ -281,6 +282,11 @@ class ModernBertForMaskedLM(EncoderMaskedLM, ModernBertPreTrainedModel):
 
     def loss_of(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    def fused_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        if self.loss_function is not ForMaskedLMLoss or "ignore_index" in kwargs:
+            return None
+        return fused_word_loss(self, hidden_states, labels, num_items_in_batch=kwargs.get("num_items_in_batch"))
 
     def get_output_embeddings(self) -> nn.Module:
         return self.decoder

@@ -14,7 +14,7 @@ from easytorch.layers.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from easytorch.layers.masks import SLIDING, types_of_config
+from easytorch.layers.masks import types_of_config
 from easytorch.models.mistral import MistralMLP
 from easytorch.protocol.native import NativeDecoder
 
@@ -39,7 +39,6 @@ class Qwen2PreTrainedModel(NativeDecoder):
 
 
 class Qwen2Model(DecoderBackbone, Qwen2PreTrainedModel):
-    has_sliding_layers = property(lambda self: SLIDING in self.layer_types)
     layer_class = Qwen2DecoderLayer
 
 

@@ -15,7 +15,6 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
 from easytorch.layers.linear import linear, watched
-from easytorch.layers.masks import SLIDING
 from easytorch.layers.mlp import PlainMLP
 from easytorch.layers.multimodal_positions import MultimodalPositions, MultimodalRotaryEmbedding
 from easytorch.layers.norm import LayerNorm
@@ -128,7 +127,6 @@ class Qwen2VLDecoderLayer(DecoderLayer):
 
 
 class Qwen2VLDecoder(MultimodalPositions, DecoderBackbone):
-    has_sliding_layers = property(lambda self: SLIDING in self.layer_types)
     rotary_class = Qwen2VLRotaryEmbedding
     plain_positions_pack = False
 

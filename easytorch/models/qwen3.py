@@ -12,7 +12,7 @@ from easytorch.layers.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from easytorch.layers.masks import SLIDING, types_of_config
+from easytorch.layers.masks import types_of_config
 from easytorch.layers.mlp import GatedMLP
 from easytorch.protocol.native import NativeDecoder
 
@@ -39,7 +39,6 @@ class Qwen3PreTrainedModel(NativeDecoder):
 
 
 class Qwen3Model(DecoderBackbone, Qwen3PreTrainedModel):
-    has_sliding_layers = property(lambda self: SLIDING in self.layer_types)
     layer_class = Qwen3DecoderLayer
 
 

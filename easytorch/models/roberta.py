@@ -18,7 +18,6 @@ from easytorch.layers.encoder_heads import (
     EncoderTokenClassification,
     TiedWordHead,
 )
-from easytorch.layers.linear import watched
 from easytorch.models._bert_encoder import BertBackbone, BertEmbeddings, BertLayer, BertPreTrainedModel
 from easytorch.models.bert import MASKED_LM_ARGUMENTS
 
@@ -105,8 +104,8 @@ class RobertaWords(_Base):
     def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_states)
 
-    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        return None if watched(self.lm_head) else self.lm_head.transformed(hidden_states)
+    def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.transformed(hidden_states)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head.decoder

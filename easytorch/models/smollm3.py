@@ -14,7 +14,7 @@ from easytorch.layers.heads import (
     SequenceClassificationHead,
     TokenClassificationHead,
 )
-from easytorch.layers.masks import SLIDING, types_of_config
+from easytorch.layers.masks import types_of_config
 from easytorch.models.llama import LlamaMLP
 from easytorch.protocol.native import NativeDecoder
 
@@ -45,7 +45,6 @@ class SmolLM3PreTrainedModel(NativeDecoder):
 
 
 class SmolLM3Model(DecoderBackbone, SmolLM3PreTrainedModel):
-    has_sliding_layers = property(lambda self: SLIDING in self.layer_types)
     layer_class = SmolLM3DecoderLayer
 
 

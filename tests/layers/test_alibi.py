@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,10 @@ def test_slots_behind_the_mask_have_no_place() -> None:
 @pytest.mark.parametrize("static", [False, True])
 def test_parts_of_a_prompt_by_a_cache(static: bool, mask: torch.Tensor | None) -> None:
     ours, theirs = pair()
+    compare_in_parts(ours, theirs, static, mask)
+
+
+def compare_in_parts(ours: Any, theirs: Any, static: bool, mask: torch.Tensor | None) -> None:
     with torch.no_grad():
         expected = theirs(IDS, attention_mask=mask).logits
         cache = StaticCache(config=ours.config, max_cache_len=12) if static else None
@@ -87,7 +92,10 @@ def test_the_bias_is_made_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(made) == 1
 
 
-def test_an_attention_of_the_user_gets_the_bias_in_its_mask() -> None:
+@pytest.mark.parametrize("mask", [None, LEFT])
+@pytest.mark.parametrize("static", [False, True])
+def test_an_attention_of_the_user_gets_the_bias_in_its_mask(static: bool, mask: torch.Tensor | None) -> None:
+    """transformers makes none for a name that it knows no mask of: not of the past, of padding or of empty slots."""
     given = []
 
     def own(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -104,6 +112,7 @@ def test_an_attention_of_the_user_gets_the_bias_in_its_mask() -> None:
         last = ours(IDS[:, 7:], **cache_keyword(cache_of(first)))
     assert set(given) == {None}
     torch.testing.assert_close(torch.cat([first.logits, last.logits], 1), expected, rtol=1e-5, atol=1e-5)
+    compare_in_parts(ours, theirs, static, mask)
 
 
 def test_what_takes_no_bias_is_refused() -> None:

@@ -234,3 +234,37 @@ def test_a_hook_of_the_words_head_sees_every_position(make_pair) -> None:
     ours.train().cls.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
     output = ours(IDS, labels=IDS)
     assert isinstance(output.__dict__["logits"], torch.Tensor) and shapes == [(*IDS.shape, ours.config.vocab_size)]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "part"),
+    [("bert", "BertForMaskedLM", "cls.predictions"), ("bert", "BertForMaskedLM", "cls.predictions.transform"),
+     ("roberta", "RobertaForCausalLM", "lm_head"), ("roberta", "RobertaForMaskedLM", "lm_head.layer_norm"),
+     ("electra", "ElectraForMaskedLM", "generator_predictions"), ("distilbert", "DistilBertForMaskedLM", "activation"),
+     ("mpnet", "MPNetForMaskedLM", "lm_head.dense"), ("modernbert", "ModernBertForMaskedLM", "head.norm"),
+     ("deberta_v2", "DebertaV2ForMaskedLM", "cls.predictions.transform.LayerNorm")],
+)  # fmt: skip
+def test_a_hook_within_the_words_head_sees_every_position(family, name, part, make_pair) -> None:
+    """Not those of the labelled tokens alone."""
+    more = {"is_decoder": True} if "CausalLM" in name else {}
+    ours, _ = make_pair(name, FAMILIES[family].config(**more), FAMILIES[family].reference)
+    shapes = []
+    ours.train().get_submodule(part).register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
+    output = ours(IDS, labels=IDS.masked_fill(IDS > 20, -100))
+    assert isinstance(output.__dict__["logits"], torch.Tensor) and shapes == [IDS.shape]
+
+
+def test_a_loss_that_replaces_that_of_words_is_called() -> None:
+    """Of ModernBERT, which asks for it, as transformers' class."""
+    model = easytorch.AutoModelForMaskedLM.from_config(FAMILIES["modernbert"].config()).train()
+    seen = []
+
+    def own(logits, labels, **kwargs):
+        seen.append(logits.shape)
+        return logits.sum() * 0 + 3
+
+    model.loss_function = own
+    assert model(IDS, labels=IDS).loss == 3 and seen == [(*IDS.shape, model.config.vocab_size)]
+    del model._loss_function
+    ignored = model(IDS, labels=IDS, ignore_index=5).loss
+    torch.testing.assert_close(ignored, model(IDS, labels=IDS.masked_fill(IDS == 5, -100)).loss)
