@@ -150,7 +150,7 @@ def _divide(module: Any, mesh: DeviceMesh, experts: int, size: int) -> None:
             reads[key] = _own_experts(tensor_parallel, 1.0 / size)
         else:
             module._buffers[key] = shard
-            reads[key] = _own_codes
+            reads[key] = _own_part
     module.num_experts = experts // size
     read_through(module, reads)
     _dispatch(module, ranks.get_group(), size)
@@ -164,8 +164,7 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
     """
 
     def read(parameter: Tensor) -> Tensor:
-        local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local = _Scaled.apply(local, factor)  # type: ignore[no-untyped-call]
+        local: Tensor = _Scaled.apply(_own_part(parameter), factor)  # type: ignore[no-untyped-call]
         if tensor_parallel is None:
             return local
         shape = torch.Size((local.shape[0], *parameter.shape[1:]))
@@ -178,9 +177,8 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
     return read
 
 
-def _own_codes(buffer: Tensor) -> Tensor:
-    """The rank's own experts of a buffer of codes."""
-    local: Tensor = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+def _own_part(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
 

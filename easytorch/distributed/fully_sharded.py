@@ -97,10 +97,10 @@ def fsdp_groups(model: nn.Module) -> list[nn.Module]:
 
 def keep_gathered(model: nn.Module) -> None:
     """Keep what is gathered for a forward until its backward, for memory of the full weights; before the first one."""
-    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+    from torch.distributed._composable.replicate_with_fsdp import _get_module_replicate_state
 
     for module in model.modules():
-        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+        if isinstance(module, FSDPModule) and _get_module_replicate_state(module) is None:
             module.set_reshard_after_forward(False, recurse=False)
 
 

@@ -6,14 +6,13 @@ gloo (torch 2.13) scatters a sum by summing everything everywhere, and gathers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
 def use_direct_collectives(module: FSDPModule, group: dist.ProcessGroup) -> None:
@@ -21,11 +20,6 @@ def use_direct_collectives(module: FSDPModule, group: dist.ProcessGroup) -> None
     if dist.get_backend(group) == "gloo":
         module.set_custom_all_gather(DirectAllGather())
         module.set_custom_reduce_scatter(DirectReduceScatter())
-
-
-class _Allocation:
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Works(dist.Work):
@@ -41,7 +35,7 @@ class _Works(dist.Work):
         return True
 
 
-class DirectAllGather(_Allocation, AllGather):
+class DirectAllGather(DefaultAllGather):
     """Each rank's part, broadcast into its place in the output."""
 
     def __call__(
@@ -58,7 +52,7 @@ class DirectAllGather(_Allocation, AllGather):
         return None
 
 
-class DirectReduceScatter(_Allocation, ReduceScatter):
+class DirectReduceScatter(DefaultReduceScatter):
     """Each rank receives its part of all ranks' inputs, and sums them in the order of the ranks."""
 
     def __call__(

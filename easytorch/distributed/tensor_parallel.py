@@ -161,17 +161,18 @@ class _SumOfGradients(torch.autograd.Function):
 def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
     """Make the module's forward see its parameters, and buffers, through `reads`."""
     forward = module.forward
-    own: list[Any] = [module._parameters, module._buffers]
+    tensors: list[Any] = [module._parameters, module._buffers]
+    places = [(own, name, read) for name, read in reads.items() for own in tensors if name in own]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        kept = [{name: tensors[name] for name in reads if name in tensors} for tensors in own]
-        for tensors, some in zip(own, kept, strict=True):
-            tensors.update({name: reads[name](one) for name, one in some.items()})
+        kept = [(own, name, own[name]) for own, name, _ in places]
         try:
+            for own, name, read in places:
+                own[name] = read(own[name])
             return forward(*args, **kwargs)
         finally:
-            for tensors, some in zip(own, kept, strict=True):
-                tensors.update(some)
+            for own, name, one in kept:
+                own[name] = one
 
     module.forward = call
 

@@ -63,7 +63,8 @@ def by_first(group: Any, work: Callable[[], Any]) -> Any:
         outcome.set_result(None)
     done = torch.zeros((), dtype=torch.int32)
     while not done:
-        done.fill_(int(bool(wait([outcome], timeout=BEAT_SECONDS).done)))
+        wait([outcome], timeout=BEAT_SECONDS)
+        done.fill_(outcome.done())
         with talking():
             dist.all_reduce(done, dist.ReduceOp.MIN, group=group)
     return together(group, outcome.result)[0]

@@ -83,7 +83,7 @@ def save_sharded(model: Any, save_directory: Any, save: Callable[..., Any], kwar
         raise ValueError(f"to={to!r} does not go with {unwritable}: save it as torch's and convert that")
     shards = bool(given.pop("distributed_checkpoint", False))
     if shards:
-        _check_shards(model, to, why, given)
+        _check_shards(to, unwritable, given)
     float_dtype, folder = given.pop("float_dtype", None), folder_of(save_directory, given.pop("step", None))
     dtype = None if float_dtype is None else dtype_of(float_dtype)
     mesh = None if is_spmd_mesh(mesh) else mesh  # of torch_xla: one process has it all
@@ -132,11 +132,11 @@ def _only_gathered(model: Any, kwargs: dict[str, Any]) -> str | None:
     return None if kwargs.get("state_dict") is None else "state_dict"
 
 
-def _check_shards(model: Any, to: str, why: str | None, given: dict[str, Any]) -> None:
-    """`ValueError` for what does not go with shards, each written by the rank that has it."""
-    refused = [name for name in ("float_dtype", "variant", _PUSH) if given.get(name)]
-    refused += [] if to == "torch" else ["to"]
-    other = refused[0] if refused else why or ("quantized weights" if is_quantized(model) else None)
+def _check_shards(to: str, unwritable: str | None, given: dict[str, Any]) -> None:
+    """`ValueError` for what does not go with shards, each written by the rank that has it. unwritable: what goes with
+    torch's files alone."""
+    refused = [name for name in ("float_dtype", _PUSH) if given.get(name)] + ([] if to == "torch" else ["to"])
+    other = refused[0] if refused else unwritable
     if other is not None:
         raise ValueError(
             f"distributed_checkpoint does not go with {other}: save without it, all ranks write all the same"

@@ -11,10 +11,9 @@ from typing import Any
 
 from transformers.utils.hub import create_and_tag_model_card, hf_api
 
-from easytorch.distributed.together import by_first, cpu_group, own_errors, rank_in, together
+from easytorch.distributed.together import by_first, cpu_group, own_errors, rank_in
 
 Save = Callable[[str | os.PathLike[str]], object]
-_NOT_UPLOADED = "the first rank could not upload the model"
 
 
 def save_and_upload(model: Any, folder: str | os.PathLike[str], mesh: Any, save: Save, hub: dict[str, Any]) -> None:
@@ -37,8 +36,7 @@ def save_and_upload(model: Any, folder: str | os.PathLike[str], mesh: Any, save:
             card.save(Path(folder) / "README.md")
             model._upload_modified_files(os.fspath(folder), repository, before, token=token, **commit)
 
-        with own_errors(_NOT_UPLOADED):
-            by_first(group, upload)
+        _first(group, upload)
 
 
 def push_sharded(
@@ -58,12 +56,11 @@ def push_sharded(
     save: writes the model into a folder, by each rank. commit: of the upload.
     """
     with cpu_group(mesh) as group, ExitStack() as stack:
-        first = rank_in(group) == 0
 
         def temporary() -> str:  # below it: a folder whose place another can take
             return str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
 
-        folder: str = _first(group, lambda: temporary() if first else "")
+        folder: str = _first(group, temporary)
         save(folder)
         result: Any = None
 
@@ -75,9 +72,8 @@ def push_sharded(
             result = model._upload_modified_files(folder, repository, files_timestamps={}, token=token, **commit)
             return str(result)
 
-        with own_errors(_NOT_UPLOADED):
-            text = by_first(group, upload)
-        return result if first else text
+        text = _first(group, upload)
+        return result if rank_in(group) == 0 else text
 
 
 def _timestamps(folder: Path) -> dict[str, float]:
@@ -86,5 +82,5 @@ def _timestamps(folder: Path) -> dict[str, float]:
 
 def _first(group: Any, work: Callable[[], Any]) -> Any:
     """What `work` returns in the first rank, in each of them."""
-    with own_errors(_NOT_UPLOADED):
-        return together(group, work)[0]
+    with own_errors("the first rank could not upload the model"):
+        return by_first(group, work)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from easytorch.bridge.storage.atomic import staged
 from easytorch.bridge.storage.fsync import flush, os_error_of
 from easytorch.distributed.gathering import Gathering, OtherRankStoppedError, Request
 from easytorch.distributed.shards import ShardsFailedError, model_tensors, save_shards
-from easytorch.distributed.together import RankFailedError, RankLostError, cpu_group, exchanged, together
+from easytorch.distributed.together import RankFailedError, RankLostError, cpu_group, exchanged, rank_in, together
 from easytorch.protocol.conversion import plain_config
 from easytorch.protocol.hub_reader import Everywhere, HubReader, InTurn, Recorded, requests
 from easytorch.protocol.saved_names import SavedNames
@@ -88,7 +89,10 @@ def save_by_parts(
         with _readable_errors(given, group):
             path: Path = together(group, lambda: _place(given))[0]
         with _readable_errors(path, group):
-            saving = _Saving(model, path, group, to, size, dtype, original, variant, shards)
+            if shards:
+                saving: _Saving = _Shards(model, path, group, variant)
+            else:
+                saving = _Files(model, path, group, variant, to, size, dtype, original)
         saving.run()
 
 
@@ -105,39 +109,19 @@ class _Planned:
     untied: bool = False  # whether config.json must say so
 
 
-class _Saving:
-    def __init__(
-        self,
-        model: Any,
-        path: Path,
-        group: Any,
-        to: str,
-        size: int,
-        dtype: torch.dtype | None,
-        original: bool,
-        variant: str | None,
-        shards: bool,
-    ) -> None:
-        self.model, self.path, self.group, self.shards = model, path, group, shards
-        self.to, self.size, self.dtype, self.variant = to, size, dtype, variant
-        # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
-        self.gathering = Gathering(model.state_dict(keep_vars=True), group)
-        self.names = SavedNames(model, self.gathering.tensors, original=original)
-        self.first = self.gathering.rank == 0
-        infos = self.names.infos()
-        self.hub = HubReader(infos, path, Everywhere(self.names, self.gathering))
+class _Saving(ABC):
+    """A folder that all ranks write the tensors into, and the first one what is beside them."""
+
+    def __init__(self, model: Any, path: Path, group: Any, variant: str | None) -> None:
+        self.model, self.path, self.group, self.variant = model, path, group, variant
+        self.first = rank_in(group) == 0
 
     def run(self) -> None:
         with ExitStack() as staging, _readable_errors(self.path, self.group):
             self.stays = any(exchanged(self.group, _stays(self.path)))
             folder = self._staging_folder(staging)
-            if self.shards:
-                save_shards(model_tensors(self.model), folder, lambda: None, group=self.group)
-                together(self.group, lambda: self._write_beside(folder) if self.first else None)
-            else:
-                planned = self._torch() if self.to == "torch" else self._tree()
-                self._write(folder, planned)
-                together(self.group, lambda: self._complete(folder, planned) if self.first else None)
+            self._write(folder)
+            together(self.group, lambda: self._complete(folder) if self.first else None)
             # renamed before any rank goes on
             together(self.group, lambda: self._publish(staging) if self.first else None)
 
@@ -150,6 +134,74 @@ class _Saving:
         folder = together(self.group, enter)[0]
         assert isinstance(folder, Path)
         return folder
+
+    @abstractmethod
+    def _write(self, folder: Path) -> None:
+        """The tensors, by all ranks together."""
+
+    def _complete(self, folder: Path) -> None:
+        """In the first rank: everything but the tensors, and what of the destination stays."""
+        _write_config(self.model, folder)
+        self._finish(folder)
+        if not self.stays:
+            _carry_over(self.path, folder, self.variant)
+
+    @abstractmethod
+    def _finish(self, folder: Path) -> None:
+        """In the first rank: what else belongs to the tensors, and what config.json has to say of them."""
+
+    def _publish(self, staging: ExitStack) -> None:
+        staging.close()
+        if self.stays:
+            _move_into(self.path / _MADE, self.path, self.variant)
+
+
+class _Shards(_Saving):
+    """Each rank writes its own part of each tensor."""
+
+    def _write(self, folder: Path) -> None:
+        save_shards(model_tensors(self.model), folder, lambda: None, group=self.group)
+
+    def _finish(self, folder: Path) -> None:
+        """The shards say all of themselves."""
+
+
+class _Files(_Saving):
+    """Each file is written by one rank, with the names and places that one process gives its tensors."""
+
+    def __init__(
+        self,
+        model: Any,
+        path: Path,
+        group: Any,
+        variant: str | None,
+        to: str,
+        size: int,
+        dtype: torch.dtype | None,
+        original: bool,
+    ) -> None:
+        super().__init__(model, path, group, variant)
+        self.to, self.size, self.dtype = to, size, dtype
+        # FSDP2 frees what an evaluation has left gathered when it is asked for a state dict
+        self.gathering = Gathering(model.state_dict(keep_vars=True), group)
+        self.names = SavedNames(model, self.gathering.tensors, original=original)
+        infos = self.names.infos()
+        self.hub = HubReader(infos, path, Everywhere(self.names, self.gathering))
+
+    def _write(self, folder: Path) -> None:
+        self.planned = self._torch() if self.to == "torch" else self._tree()
+        self._write_files(folder, self.planned)
+
+    def _finish(self, folder: Path) -> None:
+        file = folder / "config.json"
+        if self.dtype is not None or self.planned.untied:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if self.planned.untied:
+                content = _untied(content)
+            if self.dtype is not None:
+                content["dtype"] = _name_of(self.dtype)
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self.planned.finish(folder, ReaderSource(self.planned.reader, None))
 
     def _torch(self) -> _Planned:
         reader: Reader = self.hub
@@ -198,7 +250,7 @@ class _Saving:
         kept, tied = tuple(named.kept.values()), tuple(named.tied)
         return _Planned(reader, goal.format, layout, finish, kept, tied, named.config is not None)
 
-    def _write(self, folder: Path, planned: _Planned) -> None:
+    def _write_files(self, folder: Path, planned: _Planned) -> None:
         """Each rank its files; all take part until the last one is written."""
         seen = exchanged(self.group, _sees(folder))
         own = _shared(planned.layout, [rank for rank, sees in enumerate(seen) if sees], len(seen))
@@ -238,34 +290,6 @@ class _Saving:
                 read_in_parts(planned.reader, info.name)
         planned.reader.close()  # drops what was made of zeros
         return [*recorded.names, *(planned.beside if beside else ())]
-
-    def _complete(self, folder: Path, planned: _Planned) -> None:
-        """In the first rank: everything but the tensors, and what of the destination stays."""
-        _write_config(self.model, folder)
-        file = folder / "config.json"
-        if self.dtype is not None or planned.untied:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            if planned.untied:
-                content = _untied(content)
-            if self.dtype is not None:
-                content["dtype"] = _name_of(self.dtype)
-            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        planned.finish(folder, ReaderSource(planned.reader, None))
-        self._carry_over(folder)
-
-    def _write_beside(self, folder: Path) -> None:
-        """In the first rank: `_complete`, of shards."""
-        _write_config(self.model, folder)
-        self._carry_over(folder)
-
-    def _carry_over(self, folder: Path) -> None:
-        if not self.stays:
-            _carry_over(self.path, folder, self.variant)
-
-    def _publish(self, staging: ExitStack) -> None:
-        staging.close()
-        if self.stays:
-            _move_into(self.path / _MADE, self.path, self.variant)
 
 
 def _write_config(model: Any, folder: Path) -> None:

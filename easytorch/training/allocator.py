@@ -10,10 +10,10 @@ from typing import Any
 
 # Of malloc.h. Setting one ends malloc's own adjustment of the thresholds: afterwards they are those that it
 # comes to by itself.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ALONE = 2**17  # bytes; malloc's own beginning, which it raises to 2**25 otherwise
 _LARGEST = 12 * 2**20
-_AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25, _MMAP_MAX: 65536}
+_AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 _NEVER = -1
 _FUNCTIONS = ("mallopt", "malloc_trim")
 # glibc reads these at its start: who has set one has chosen.

@@ -9,6 +9,13 @@ import torch
 from easytorch.distributed import shards
 
 
+def assert_saved(folder, tensors):
+    loaded = {name: torch.full_like(one, torch.nan) for name, one in tensors.items()}
+    shards.load_shards(loaded, folder)
+    for name, one in tensors.items():
+        assert torch.equal(loaded[name], one), name
+
+
 def test_a_tied_weight_is_copied_once_while_training_waits(tmp_path, monkeypatch):
     copied, copy = list[str](), shards._copy_state_dict
 
@@ -27,10 +34,7 @@ def test_a_tied_weight_is_copied_once_while_training_waits(tmp_path, monkeypatch
         weight.add_(1.0)
         other.zero_()
         shards.result_of(future)
-        loaded = {name: torch.full_like(one, torch.nan) for name, one in saved.items()}
-        shards.load_shards(loaded, folder)
-        for name, one in saved.items():
-            assert torch.equal(loaded[name], one), name
+        assert_saved(folder, saved)
     assert copied == ["embedding", "norm", "row", "none"] * 2
 
 
@@ -54,7 +58,4 @@ def test_what_stays_constant_for_now_is_copied_in_a_thread(tmp_path, monkeypatch
     stager.wait_for_copies()
     weight.zero_()
     shards.result_of(future)
-    loaded = {name: torch.full_like(one, torch.nan) for name, one in saved.items()}
-    shards.load_shards(loaded, tmp_path)
-    for name, one in saved.items():
-        assert torch.equal(loaded[name], one), name
+    assert_saved(tmp_path, saved)
