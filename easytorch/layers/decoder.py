@@ -56,7 +56,8 @@ class DecoderLayer(GradientCheckpointingLayer):
     stepped_forward: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        inherits = "forward" not in cls.__dict__ and getattr(cls.__mro__[1], "stepped_forward", None) is not None
+        stepped = None if "forward" in cls.__dict__ else getattr(cls.__mro__[1], "stepped_forward", None)
+        inherits = stepped is not None and cls.forward is stepped  # else it was replaced before
         super().__init_subclass__(**kwargs)  # where transformers wraps `forward`
         cls.stepped_forward = cls.forward if inherits else None
 
@@ -89,6 +90,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             # by keyword, as transformers calls it: hooks and wrappers of the attention look for `hidden_states` there
             attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
             stepped = hidden_states + attended
+            steps = steps and decoder_step.steps(stepped)  # of what another attention may have given
         mlp, norm = getattr(self, self.mlp_name), self.post_attention_layernorm
         mixed = decoder_step.feed_forward_step(norm, mlp, stepped) if steps else None
         return stepped + mlp(norm(stepped)) if mixed is None else mixed

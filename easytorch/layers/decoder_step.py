@@ -44,7 +44,8 @@ from easytorch.operations.dispatch.environment import untouched
 # The operators compute what these methods do; a family that overrides one of them runs its modules.
 _CALLS = ("__call__", "_call_impl")
 _ATTENTION = tuple(
-    (name, getattr(GroupedAttention, name)) for name in (*_CALLS, "forward", "project", "projections", "project_output")
+    (name, getattr(GroupedAttention, name))
+    for name in (*_CALLS, "forward", "project", "projections", "score_scale", "project_output")
 )
 # Over pages these too, which say what is attended to there.
 _OVER_PAGES = tuple((name, getattr(GroupedAttention, name)) for name in ("attend_to_cache", "features_of_pages"))
@@ -229,7 +230,7 @@ def feed_forward_step(norm: nn.Module, module: nn.Module, x: Tensor) -> Tensor |
 
 def _is(module: nn.Module, methods: tuple[tuple[str, Any], ...]) -> bool:
     """Whether these are its methods, and none of its own stands before one."""
-    kind, own = type(module), module.__dict__
+    kind, own = type(module), getattr(module, "__dict__", ())  # which a function of torch in its place lacks
     for name, method in methods:  # noqa: SIM110 - no comprehension, here and below: each is a call, and a token has many
         if name in own or getattr(kind, name, None) is not method:
             return False
@@ -274,7 +275,7 @@ def _attention_weights(norm: nn.Module, module: Any, x: Tensor, normalized: bool
 
 def _scale_of(norm: Any, x: Tensor, size: int) -> Tensor | None:
     """The weight of a plain RMS norm."""
-    if norm is None or type(norm).forward is not _NORM or watched(norm) or size < SMALLEST_ROW:
+    if getattr(type(norm), "forward", None) is not _NORM or watched(norm) or size < SMALLEST_ROW:
         return None
     weight: Any = norm._parameters.get("weight")
     plain = type(weight) is nn.Parameter and weight.dtype is x.dtype and weight.shape == (size,) and weight.is_cpu

@@ -37,8 +37,8 @@ _GLOBAL_HOOKS = (
 )
 # Of a module's class: what may be replaced there, and changes what its modules compute.
 _METHODS = ("__call__", "_call_impl", "forward", "rotate", "project", "projections", "project_output", "features",
-            "attend_to_cache", "features_of_pages", "_network", "fused", "interleaved", "output_name", "act_name",
-            "mlp_name", "norms")  # fmt: skip
+            "score_scale", "attend_to_cache", "features_of_pages", "_network", "fused", "interleaved", "output_name",
+            "act_name", "mlp_name")  # fmt: skip
 # Of a module: numbers that are kept. Where its class has them, as properties, they may change unseen.
 _NUMBERS = ("scaling", "variance_epsilon", "config", "training", "attention_dropout")
 _CALL, _FEATURES = GradientCheckpointingLayer.__call__, GroupedAttention.features
@@ -181,15 +181,14 @@ class _Layers:
 
 
 def _halves(layer: Any, x: Tensor) -> tuple[AttentionHalf, FeedForwardWeights] | None:
-    forward = type(layer).stepped_forward
+    forward = getattr(type(layer), "stepped_forward", None)  # `torch.compile(layer)` has none
     if forward is None or type(layer).forward is not forward or type(layer).__call__ is not _CALL or watched(layer):
         return None
-    modules = layer._modules
-    # the network first: that of experts is told from the class alone
-    network = decoder_step.feed_forward_half(modules.get(layer.norms[1]), modules.get(layer.mlp_name), x)
+    # what `forward` calls; the network first: that of experts is told from the class alone
+    network = decoder_step.feed_forward_half(layer.post_attention_layernorm, getattr(layer, layer.mlp_name), x)
     if network is None:
         return None
-    half = decoder_step.attention_half(modules.get(layer.norms[0]), modules.get("self_attn"), x)
+    half = decoder_step.attention_half(layer.input_layernorm, layer.self_attn, x)
     if half is None or type(half.module).features is not _FEATURES or "features" in vars(half.module):
         return None
     kinds = {type(one) for one in layer.modules()}

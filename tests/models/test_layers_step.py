@@ -180,6 +180,24 @@ def hooks_cleared_and_a_new_one(one: Any) -> None:
     layer_of(one).mlp.up_proj.register_forward_hook(lambda module, given, output: -output)
 
 
+def compiled_layer(one: Any) -> None:
+    one.model.layers[1] = torch.compile(layer_of(one), backend="eager")
+
+
+def attributes_in_place_of_modules(one: Any) -> None:
+    """Which come before them, where their names are looked up."""
+    layer = layer_of(one)
+    norm, mlp = layer.input_layernorm, layer.mlp
+    vars(layer).update(input_layernorm=lambda x: -norm(x), mlp=lambda x: -mlp(x))
+
+
+def functions_in_place_of_modules(one: Any) -> None:
+    """Which have no `__dict__`."""
+    layer = layer_of(one)
+    del layer.mlp, layer.input_layernorm
+    layer.mlp, layer.input_layernorm = torch.neg, torch.tanh
+
+
 def own_method(name: str, part: str = "self_attn") -> Callable[[Any], None]:
     """A method of one module alone, whose last or only tensor is negated."""
 
@@ -197,6 +215,9 @@ def own_method(name: str, part: str = "self_attn") -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a compiled layer": compiled_layer,
+    "attributes in place of modules": attributes_in_place_of_modules,
+    "functions in place of modules": functions_in_place_of_modules,
     "parameters in another dict": parameters_in_another_dict,
     "hooks cleared and a new one": hooks_cleared_and_a_new_one,
     "its own rotate": own_method("rotate"),
@@ -276,6 +297,7 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         (type(one.model.layers[0]), "__call__", lambda self, x, **kwargs: -x),
         (type(one.model.layers[0].self_attn), "fused", ("q_proj", "v_proj", "k_proj")),
         (type(one.model.layers[0].self_attn), "interleaved", True),
+        (type(one.model.layers[0].self_attn), "score_scale", property(lambda self: 2.0)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, other)
@@ -285,6 +307,47 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with counted() as calls:
         generated(one, IDS, MASK, NEW)
     assert calls["attention_step"] == LAYERS * (NEW - 1)
+
+
+def test_a_subclass_states_what_its_forward_does() -> None:
+    """By the names of its modules, whatever their order, and by the class that it was made of, as it was then."""
+
+    def replaced(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return -hidden_states
+
+    one = model()
+    layer, kind = layer_of(one), type(layer_of(one))
+    with torch.no_grad():
+        layer.input_layernorm.weight.mul_(3)
+    layer.__class__ = type("Reversed", (kind,), {"norms": kind.norms[::-1]})
+    with by_modules():
+        expected = logits_of(one)
+    torch.testing.assert_close(logits_of(one), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", replaced)
+        layer.__class__ = type("Later", (kind,), {})
+    with by_modules():
+        assert not torch.allclose(logits_of(one), expected)
+        expected = logits_of(one)
+    torch.testing.assert_close(logits_of(one), expected)
+
+
+def test_what_an_attention_gives_in_another_dtype_is_the_modules_to_compute() -> None:
+    """As one of float64, whose sum with float32 is of float64: no operator takes it."""
+    one = model()
+    layer = layer_of(one)
+    attention, layer.mlp = layer.self_attn, layer.mlp.double()
+    layer.post_attention_layernorm = RMSNorm(128, eps=1e-6).double()
+
+    def wider(module: Any, given: Any, output: Any) -> Any:
+        return output[0].double(), output[1]
+
+    attention.register_forward_hook(wider)
+    one.model.norm, one.lm_head = one.model.norm.double(), one.lm_head.double()
+    with by_modules():
+        expected = logits_of(one)
+    # layers before it round in float32
+    torch.testing.assert_close(logits_of(one), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_properties_and_features_of_a_class_return_is_asked_at_each_token() -> None:
