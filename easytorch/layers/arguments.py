@@ -15,8 +15,13 @@ else:
     _Base = object  # the family's `PreTrainedModel` comes after it among the bases
 
 
-def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """`forward` with the arguments `names`, in the order in which transformers' class takes them by position."""
+def in_order(
+    forward: Callable[..., Any], names: tuple[str, ...], by_keyword: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """`forward` with the arguments `names`, in the order in which transformers' class takes them by position.
+
+    by_keyword: others that its signature states, for callers who look there, and which are not taken by position.
+    """
 
     @functools.wraps(forward)
     def ordered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -28,11 +33,10 @@ def in_order(forward: Callable[..., Any], names: tuple[str, ...]) -> Callable[..
         return forward(self, **dict(zip(names, args, strict=False)), **kwargs)
 
     own = inspect.signature(forward).parameters
+    kinds = dict.fromkeys(names, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds |= dict.fromkeys(by_keyword, inspect.Parameter.KEYWORD_ONLY)
     parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=_annotation(own, name)
-        )
-        for name in names
+        inspect.Parameter(name, kind, default=None, annotation=_annotation(own, name)) for name, kind in kinds.items()
     ]
     ordered.__signature__ = inspect.Signature([own["self"], *parameters, own["kwargs"]])  # type: ignore[attr-defined]
     return ordered
@@ -43,12 +47,13 @@ def _annotation(parameters: Any, name: str) -> Any:
 
 
 class ArgumentsInOrder(_Base):
-    """A mixin: `forward` takes `arguments`, which a family names, in the order of transformers."""
+    """A mixin: `forward` takes `arguments`, which a family names, in the order of transformers, and `by_keyword`."""
 
     arguments: ClassVar[tuple[str, ...]]
+    by_keyword: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         family: Any = cls
         if "arguments" in vars(cls):
-            family.forward = in_order(cls.forward, cls.arguments)
+            family.forward = in_order(cls.forward, cls.arguments, cls.by_keyword)

@@ -110,9 +110,7 @@ class BloomPreTrainedModel(NativeDecoder):
         return f"config.slow_but_exact with config.pretraining_tp={config.pretraining_tp} leaves out biases of products"
 
 
-# transformers' order; `position_ids`, which it does not take, come last
 _INPUTS = ("input_ids", CACHE, "attention_mask", "inputs_embeds")
-_RECORDED = ("output_attentions", "output_hidden_states", "return_dict")
 
 
 class BloomModel(AlibiBackbone, ArgumentsInOrder, BloomPreTrainedModel):
@@ -120,7 +118,8 @@ class BloomModel(AlibiBackbone, ArgumentsInOrder, BloomPreTrainedModel):
     layer_class = BloomBlock
     output_class = BaseModelOutputWithPastAndCrossAttentions
     layers_name, norm_name = "h", "ln_f"
-    arguments = (*_INPUTS, "use_cache", *_RECORDED, "position_ids")
+    arguments = (*_INPUTS, "use_cache")
+    by_keyword = ("position_ids",)
 
     def add_modules(self, config: Any) -> None:
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -135,7 +134,8 @@ class BloomModel(AlibiBackbone, ArgumentsInOrder, BloomPreTrainedModel):
 
 class BloomForCausalLM(CausalLMHead, ArgumentsInOrder, BloomPreTrainedModel, GenerationMixin):
     backbone_class = BloomModel
-    arguments = (*_INPUTS, "labels", "use_cache", *_RECORDED, "logits_to_keep", "position_ids")
+    arguments = (*_INPUTS, "labels", "use_cache")
+    by_keyword = ("logits_to_keep", "position_ids")
     output_class = CausalLMOutputWithCrossAttentions
     _tied_weights_keys = {"lm_head.weight": "transformer.word_embeddings.weight"}  # noqa: RUF012
     _tp_plan = _pp_plan = _fsdp_plan = None  # transformers has none
@@ -143,17 +143,18 @@ class BloomForCausalLM(CausalLMHead, ArgumentsInOrder, BloomPreTrainedModel, Gen
 
 class BloomForSequenceClassification(SequenceClassificationHead, ArgumentsInOrder, BloomPreTrainedModel):
     backbone_class = BloomModel
-    arguments = (*_INPUTS, "labels", "use_cache", *_RECORDED, "position_ids")
+    arguments = (*_INPUTS, "labels", "use_cache")
+    by_keyword = ("position_ids",)
 
 
 class BloomForTokenClassification(TokenClassificationHead, ArgumentsInOrder, BloomPreTrainedModel):
     backbone_class = BloomModel
     classifier_name = "classifier"
-    arguments = (*_INPUTS, "labels", "use_cache", *_RECORDED, "position_ids")
+    arguments = (*_INPUTS, "labels", "use_cache")
+    by_keyword = ("position_ids",)
 
 
 class BloomForQuestionAnswering(QuestionAnsweringHead, ArgumentsInOrder, BloomPreTrainedModel):
     backbone_class = BloomModel
-    arguments = (
-        "input_ids", "attention_mask", "inputs_embeds", "start_positions", "end_positions", *_RECORDED, "position_ids"
-    )  # fmt: skip
+    arguments = ("input_ids", "attention_mask", "inputs_embeds", "start_positions", "end_positions")
+    by_keyword = ("position_ids",)
