@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def with_towers(output_class: type[ModelOutput], model_type: str | None = None) 
 
 def asked_of_towers(output_class: type[ModelOutput], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call that ask for more outputs, for the towers, where those of `output_class` have theirs."""
-    shown = any(field.name.endswith("_outputs") for field in fields(output_class))  # type: ignore[arg-type]
+    shown = any(name.endswith("_outputs") for name in _fields(output_class))
     return {name: kwargs[name] for name in _ASKING if name in kwargs} if shown else {}
 
 
@@ -48,7 +47,13 @@ def tower_fields(
 ) -> dict[str, Any]:
     """The fields of an output of `output_class`. outputs, features: of each kind of input ("image", "video", "audio"),
     the tower's output and what stands in place of the tokens."""
-    names = {field.name for field in fields(output_class)}  # type: ignore[arg-type]
+    names = _fields(output_class)
     given = {f"{kind}_outputs": one for kind, one in outputs.items()}
     given |= {f"{kind}_hidden_states": one for kind, one in features.items()}
     return {name: value for name, value in given.items() if name in names}
+
+
+def _fields(output_class: Any) -> Mapping[str, Any]:
+    """By name; torch.compile does not trace `dataclasses.fields` of a class."""
+    found: Mapping[str, Any] = output_class.__dataclass_fields__
+    return found

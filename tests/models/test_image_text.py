@@ -394,3 +394,14 @@ def test_features_of_hidden_states_are_compiled_as_one_graph() -> None:
     with torch.no_grad():
         compiled = torch.compile(features, fullgraph=True, backend="eager")(pixels)
         torch.testing.assert_close(compiled, features(pixels), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_words_are_compiled_as_one_graph(family: str) -> None:
+    (head,) = (one for one in FAMILIES[family].heads if one.endswith("ForConditionalGeneration"))
+    model = getattr(importlib.import_module(f"easytorch.models.{family}"), head)(FAMILIES[family].config()).eval()
+    ids = torch.arange(3, 11)[None]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids).logits
+        torch.testing.assert_close(compiled, model(input_ids=ids).logits, **TOLERANCE)
