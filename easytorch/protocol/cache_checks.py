@@ -48,7 +48,9 @@ def check_cache_of(model: PreTrainedModel, cache: Any) -> None:
             raise ValueError(f"the cache is of a model with an encoder, and {name} has none; {_MADE}")
         cache = cache.self_attention_cache
     config = model.config.get_text_config(decoder=True)
-    types = tuple(get_layer_types_and_kwargs(config)[0])
+    layer_types, of_layers = get_layer_types_and_kwargs(config)
+    # generate(assistant_early_exit=n) drafts with the first n layers; a config may list the types of all
+    types = tuple(layer_types[: len(of_layers)])
     if isinstance(cache, RaggedPagesCache):
         _check_pages(cache, types, name)
         return

@@ -80,8 +80,10 @@ def test_every_attention_generates_the_same(implementation, left_padded, make_pa
     assert torch.equal(generate(ours, left_padded, do_sample=False), expected)
 
 
-def test_drafting_with_the_first_layers(make_pair, llama_config) -> None:
-    ours, _ = make_pair("LlamaForCausalLM", llama_config())
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ministral", "gpt_oss"])
+def test_drafting_with_the_first_layers(family, make_pair) -> None:
+    """Also where the config lists the types of all layers."""
+    ours, _ = make_pair(CAUSAL[family], FAMILIES[family].config(), FAMILIES[family].reference)
     torch.manual_seed(10)
     ids = torch.randint(3, 97, (1, 6))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
