@@ -104,7 +104,7 @@ def attention_half(norm: nn.Module, module: nn.Module, x: Tensor) -> AttentionHa
     scale, softcap, window = attention_.scaling, features.get("softcap"), features.get("sliding_window")
     numbers = _is_number(scale) and (softcap is None or (_is_number(softcap) and softcap > 0.0))
     sinks = features.get("s_aux")
-    if not numbers or not (window is None or type(window) is int) or not _is_plain(sinks, x):
+    if not numbers or not (window is None or type(window) is int) or not _are_sinks(sinks, x, attention_.num_heads):
         return None
     weights = _attention_weights(norm, module, x, normalized)
     if weights is None:
@@ -331,8 +331,10 @@ def _of_rows(positions: Any, batch: int, length: int) -> tuple[Tensor, Tensor] |
     return cos.expand(batch, -1, -1).reshape(size), sin.expand(batch, -1, -1).reshape(size)
 
 
-def _is_plain(given: Any, x: Tensor) -> bool:
-    return given is None or (type(given) is nn.Parameter and given.dtype is x.dtype and given.is_contiguous())
+def _are_sinks(given: Any, x: Tensor, heads: int) -> bool:
+    """Whether they are none, or a plain (heads,)."""
+    plain = type(given) is nn.Parameter and given.dtype is x.dtype and given.shape == (heads,)
+    return given is None or (plain and given.is_contiguous())
 
 
 def _fits_angles(positions: Any, x: Tensor, dim: int) -> bool:

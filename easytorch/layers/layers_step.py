@@ -140,6 +140,9 @@ class _Layers:
         self._values = list(map(dict, self._variables))
         self._dicts = [found for one in map(vars, modules) for name in MEMBERS if (found := one[name])]
         self._members = list(itertools.chain.from_iterable(map(dict.values, self._dicts)))
+        # the operators take an empty one for none, which `data = torch.empty(0)` makes of it
+        self._vectors = [one for one in self.packed.tensors if type(one) is nn.Parameter and one.dim() == 1]
+        self._lengths = list(map(Tensor.numel, self._vectors))
         self._hooks = [vars(one)[name] for one in modules if type(one) is not nn.Linear for name in HOOKS]
         self._next_hook = -1
         self._past: Any = lambda: None
@@ -157,6 +160,7 @@ class _Layers:
                 and all(map(operator.is_, map(_PARAMETERS, self._linear), self._parameters))
                 and sum(map(len, self._dicts)) == len(self._members)
                 and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._members))
+                and list(map(Tensor.numel, self._vectors)) == self._lengths
                 and list(map(type, self._modules)) == self._kinds
                 and not any(_GLOBAL_HOOKS)
                 and self._unhooked(past)

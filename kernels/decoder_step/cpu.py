@@ -70,19 +70,22 @@ def takes_product(x: Tensor, *projections: AnyProjection) -> bool:
     large and plain."""
     dtype, numbers, least = x.dtype, 0, preference.FEW_ROWS[torch.bfloat16][1]
     for one in projections:
-        bias = one.bias
-        if bias is not None and (bias.dtype is not dtype or not bias.is_cpu or not bias.is_contiguous()):
-            return False
         if isinstance(one, QuantizedProjection):
             if not quantized.takes_codes(one.codes, one.scale_bits, one.zero, one.group_size):
                 return False
-            numbers += one.rows * one.columns
-            continue
-        weight = one.weight
-        if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():
+            rows, columns = one.rows, one.columns
+        else:
+            weight = one.weight
+            if weight.dtype is not dtype or not weight.is_cpu or weight.dim() != 2 or not weight.is_contiguous():
+                return False
+            rows, columns = weight.shape
+            least = SMALLEST_FLOAT32 if dtype is torch.float32 else preference.FEW_ROWS[dtype][1]
+        numbers += rows * columns
+        bias = one.bias
+        if bias is not None and (
+            bias.dtype is not dtype or bias.shape != (rows,) or not bias.is_cpu or not bias.is_contiguous()
+        ):
             return False
-        numbers += weight.numel()
-        least = SMALLEST_FLOAT32 if dtype is torch.float32 else preference.FEW_ROWS[dtype][1]
     return numbers >= least
 
 

@@ -116,6 +116,10 @@ def in_place(one: Any) -> None:
         layer_of(one).self_attn.k_proj.weight.mul_(-1)
 
 
+def bias_of_one_number(one: Any) -> None:
+    layer_of(one).self_attn.v_proj.bias.data = torch.full((1,), 0.7)
+
+
 def no_bias(one: Any) -> None:
     layer_of(one).self_attn.q_proj.bias = None
 
@@ -231,6 +235,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a transposed weight": transposed,
     "a weight in place": in_place,
     "no bias": no_bias,
+    "a bias of one number": bias_of_one_number,
     "a hook of a layer": hook,
     "a hook of an activation": hook_of_all,
     "a forward of its own": patched_instance,
@@ -396,6 +401,21 @@ def test_layers_of_one_place_in_the_cache_are_called_one_after_another(whole: li
         expected = logits_of(one)
     torch.testing.assert_close(logits_of(one), expected)
     assert not whole
+
+
+@pytest.mark.parametrize(
+    "part", ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.k_proj.bias", "mlp.down_proj.bias"]
+)
+def test_a_vector_whose_memory_was_freed_is_no_absent_one(part: str) -> None:
+    """As ZeRO leaves a parameter between its layers' calls."""
+    one = model()
+    generated(one, IDS, MASK, NEW)
+    cache = DynamicCache(config=one.config)
+    with torch.no_grad():
+        one(IDS, past_key_values=cache)
+        one.model.layers[1].get_parameter(part).data = torch.empty(0)
+        with pytest.raises((ValueError, RuntimeError)):
+            one(IDS[:, :1], past_key_values=cache)
 
 
 def test_no_layers() -> None:
