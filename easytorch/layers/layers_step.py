@@ -27,6 +27,7 @@ from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.linear import watched
 from easytorch.layers.masks import Masks
 from easytorch.layers.model_snapshot import HOOKS, MEMBERS
+from easytorch.layers.output_hooks import idle, recording
 
 _NAME = "_layers_step"
 _GLOBAL_HOOKS = (
@@ -63,7 +64,7 @@ def layers_step(
     page_slots = getattr(past, "page_slots", None)
     if not layers or (page_slots is None and (x.shape[1] != 1 or not isinstance(past, Cache))):
         return None
-    if not decoder_step.passes(kwargs):
+    if not decoder_step.passes(kwargs) or recording():
         return None
     kept = _kept(backbone, layers, x, past)
     if kept is None:
@@ -175,7 +176,8 @@ class _Layers:
         made = RemovableHandle.next_id
         if made != self._next_hook or self._past() is not past:
             # those of an `nn.Linear` may be in other dicts than before, which is seen of other modules
-            if any(self._hooks) or any(itertools.chain.from_iterable(map(_HOOKS, self._linear))):
+            of_linear = itertools.chain.from_iterable(map(_HOOKS, self._linear))
+            if any(one and not idle(one) for one in self._hooks) or any(of_linear):
                 return False
             self._next_hook, self._past = made, weakref.ref(past)
         return True

@@ -15,6 +15,7 @@ from torch.nn.modules import module as hooks
 
 from easytorch.kernels.linear import products, recorded
 from easytorch.kernels.linear.preference import smallest_weight
+from easytorch.layers.output_hooks import idle
 from easytorch.operations import OperationRegistry
 from easytorch.operations.dispatch.environment import checking, forced_by_environment, untouched
 from easytorch.operations.linear import Linear as LinearOperation
@@ -129,7 +130,7 @@ def _asked() -> bool:
 def watched(layer: nn.Module) -> bool:
     """True where calling the layer does more than its class's `forward`."""
     return bool(
-        layer._forward_hooks
+        (layer._forward_hooks and not idle(layer._forward_hooks))
         or layer._forward_pre_hooks
         or layer._backward_hooks
         or layer._backward_pre_hooks

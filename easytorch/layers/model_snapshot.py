@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
-from transformers.utils import output_capturing
 
 from easytorch.layers.config import wants_attentions
 from easytorch.layers.linear import watched
@@ -122,7 +121,7 @@ def capture_refusal(model: nn.Module, *, before_prompt: bool = False) -> str | N
     if model.training:
         return "the model is in training mode: call model.eval()"
     for name, module in model.named_modules():
-        if watched(module) and not before_prompt and not _only_records(module):
+        if watched(module) and not before_prompt:
             return f"{name or type(module).__name__} has hooks or another forward, which a replay would not run"
     tensors = [*model.parameters(), *model.buffers()]
     if len(devices := sorted({str(one.device) for one in tensors})) > 1:
@@ -135,13 +134,3 @@ def capture_refusal(model: nn.Module, *, before_prompt: bool = False) -> str | N
     if wants_attentions(config) or getattr(config, "output_hidden_states", False):
         return "the model's config asks for attentions or hidden states"
     return masks_refusal(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else None
-
-
-def _only_records(module: nn.Module) -> bool:
-    """True where its hooks are those by which transformers records outputs, which are idle until it is asked for."""
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if others or "forward" in module.__dict__ or module._compiled_call_impl is not None or not module._forward_hooks:
-        return False
-    return all(
-        getattr(hook, "__module__", None) == output_capturing.__name__ for hook in module._forward_hooks.values()
-    )

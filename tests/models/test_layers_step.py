@@ -403,6 +403,30 @@ def test_layers_of_one_place_in_the_cache_are_called_one_after_another(whole: li
     assert not whole
 
 
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_what_is_asked_for_once_is_recorded_then_alone(asked: str, whole: list[int]) -> None:
+    """transformers' hooks stay on the modules, and do nothing until they are asked again."""
+    one, other = model(), model()
+    caches = DynamicCache(config=one.config), DynamicCache(config=one.config)
+    token, name = IDS[:, :1], asked.removeprefix("output_")
+    with torch.no_grad():
+        one(IDS, past_key_values=caches[0])
+        with by_modules():
+            other(IDS, past_key_values=caches[1])
+        for asking in (False, True, False, False, True):
+            whole.clear()
+            got = one(token, past_key_values=caches[0], **{asked: asking})
+            assert whole == ([] if asking else [LAYERS])
+            with by_modules():
+                expected = other(token, past_key_values=caches[1], **{asked: asking})
+            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+            assert (name in got) == asking
+            if asking:
+                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
+    assert torch.equal(generated(one, IDS, MASK, NEW), generated(model(), IDS, MASK, NEW))
+    assert whole == [LAYERS] * 2 * (NEW - 1)
+
+
 @pytest.mark.parametrize(
     "part", ["input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.k_proj.bias", "mlp.down_proj.bias"]
 )
