@@ -33,7 +33,7 @@ def in_order(
         return forward(self, **dict(zip(names, args, strict=False)), **kwargs)
 
     own = inspect.signature(forward).parameters
-    kinds = dict.fromkeys(names, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds: dict[str, Any] = dict.fromkeys(names, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds |= dict.fromkeys(by_keyword, inspect.Parameter.KEYWORD_ONLY)
     parameters = [
         inspect.Parameter(name, kind, default=None, annotation=_annotation(own, name)) for name, kind in kinds.items()
