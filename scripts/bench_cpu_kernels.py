@@ -6,8 +6,8 @@ norms, rotary, gated units, attention of many queries, its training, recurrences
     python scripts/bench_cpu_kernels.py --table report.json          that report in Markdown
     python scripts/bench_cpu_kernels.py --table report.json --page docs/kernels/cpu.md     as the page's last section
 
-Parts: bars, products, attention, latents, experts, pages, rows, prefill, training, recurrent, tiny, decode. Each number
-of threads has the rate of a matrix product and of a plain read printed before its parts.
+Parts: bars, products, attention, scaling, latents, experts, pages, rows, prefill, training, recurrent, tiny, decode.
+Each number of threads has the rate of a matrix product and of a plain read printed before its parts.
 
 Every figure is a median over rounds in which all implementations take turns, so that load and clock affect all alike; a
 ratio is the median of the ratios within a round. More weights than the caches hold are used in turn. `read` is a plain
@@ -59,6 +59,8 @@ from easytorch.operations import OperationMetadata, OperationRegistry
 SHAPES = [(m, n, k) for n, k in ((4096, 1024), (1024, 4096), (4096, 4096), (32000, 1024)) for m in (1, 4, 16)]
 # (B, H, K, S, D) of attention of one query.
 ATTENTIONS = [(1, 16, 8, 64, 64), (1, 16, 8, 1024, 64), (1, 32, 8, 4096, 128), (8, 32, 8, 4096, 128)]
+# The same over lengths and head dimensions; of as many queries as keys up to 4,096.
+SCALING = [(1, 8, 2, keys, dim) for dim in (64, 128, 256) for keys in (128, 1024, 4096, 32768)]
 # (H, S) of latent attention of one token, with DeepSeek's widths.
 LATENTS = [(heads, keys) for heads in (16, 128) for keys in (512, 2048, 8192)]
 # (sequences, query rows and keys of each, H) of the same over pages.
@@ -156,12 +158,16 @@ def products() -> dict[str, Any]:
     return found
 
 
-def attention(cases: list[tuple[int, ...]] = ATTENTIONS, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, Any]:
+def attention(
+    cases: list[tuple[int, ...]] = ATTENTIONS,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    layouts: tuple[str, ...] = ("BKSD", "BSKD"),
+) -> dict[str, Any]:
     """One query over a cache (B, K, S, D), and one laid out (B, S, K, D)."""
     generator, found = torch.Generator().manual_seed(0), {}
     for batch, heads, kv_heads, keys, dim in cases:
         for dtype in dtypes:
-            for layout in ("BKSD", "BSKD"):
+            for layout in layouts:
                 query = torch.randn(batch, heads, 1, dim, generator=generator).to(dtype)
                 shape = (batch, kv_heads, keys, dim) if layout == "BKSD" else (batch, keys, kv_heads, dim)
                 caches = [torch.randn(shape, generator=generator).to(dtype) for _ in "kv"]
@@ -351,11 +357,18 @@ def machine() -> dict[str, Any]:
     return {**found, "read": {"GB/s": BYTES / taken / 1e3}}
 
 
-def many_queries(train: bool) -> dict[str, Any]:
+def scaling() -> dict[str, Any]:
+    """Attention of one query over 128 to 32,768 keys and of as many queries as keys, with head dimensions 64 to 256."""
+    of_many = [case for case in SCALING if case[3] <= 4096]
+    one = attention(SCALING, DTYPES[:2], layouts=("BKSD",))
+    return {f"one query {name}": row for name, row in one.items()} | many_queries(train=False, cases=of_many)
+
+
+def many_queries(train: bool, cases: list[tuple[int, ...]]) -> dict[str, Any]:
     """Causal attention of as many queries as keys, beside SDPA's; GF/s counts the products of what is seen."""
     found = {}
     operation = OperationRegistry.create("flash", OperationMetadata(backend="cpu"))
-    for batch, heads, kv_heads, length, dim in PREFILLS[:1] if train else PREFILLS:
+    for batch, heads, kv_heads, length, dim in cases:
         for dtype in DTYPES[:2]:
             generator = torch.Generator().manual_seed(0)
             shapes = [(batch, length, count, dim) for count in (heads, kv_heads, kv_heads)]
@@ -385,11 +398,11 @@ def many_queries(train: bool) -> dict[str, Any]:
 
 
 def prefill() -> dict[str, Any]:
-    return many_queries(train=False)
+    return many_queries(train=False, cases=PREFILLS)
 
 
 def training() -> dict[str, Any]:
-    return many_queries(train=True) | trained_bias()
+    return many_queries(train=True, cases=PREFILLS[:1]) | trained_bias()
 
 
 def trained_bias() -> dict[str, Any]:
@@ -545,8 +558,9 @@ def decode(new_tokens: int = 24, rounds: int = 5) -> dict[str, Any]:
 
 
 PARTS = {
-    "bars": bars, "products": products, "attention": attention, "latents": latents, "experts": experts, "pages": pages,
-    "rows": rows, "prefill": prefill, "training": training, "recurrent": recurrent, "tiny": tiny, "decode": decode,
+    "bars": bars, "products": products, "attention": attention, "scaling": scaling, "latents": latents,
+    "experts": experts, "pages": pages, "rows": rows, "prefill": prefill, "training": training, "recurrent": recurrent,
+    "tiny": tiny, "decode": decode,
 }  # fmt: skip
 
 
