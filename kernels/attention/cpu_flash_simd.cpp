@@ -107,18 +107,29 @@ inline float compare(const FlashCall& c, const RowOfBlock& row, bool base_two, f
   return base_two ? exp2f(before - now) : expf(before - now);
 }
 
+// How a score less its reference becomes a weight.
+struct Powers {
+  static constexpr bool MAY_DROP = true;
+  static inline Floats of(Floats x) { return exponential(x); }
+};
+template <bool SHORT>
+struct PowersOfTwo {
+  static constexpr bool MAY_DROP = false;
+  static inline Floats of(Floats x) { return power_of_two<SHORT>(x); }
+};
+
 // The scores of a row become weights, whose sums are returned, lane by lane.
-template <class Units, bool BASE_TWO>
+template <class Units, class Weights>
 inline Floats weigh(const FlashCall& c, const RowOfBlock& row, float reference, char* weights) {
   const int64_t padded = up_to(row.count, WIDTH);
   const Floats minus = broadcast(reference == HIDDEN ? 0.0f : -reference);
   const uint32_t hash = c.kept == 0.0f ? 0 : hash_of_query(hash_of_head(c, row.b, row.h), static_cast<uint32_t>(row.i));
   Floats total = zeros();
   for (int64_t j = 0; j < padded; j += WIDTH) {
-    const Floats above = add(load(row.scores + j), minus), w = BASE_TWO ? power_of_two(above) : exponential(above);
+    const Floats w = Weights::of(add(load(row.scores + j), minus));
     total = add(total, w);
     Floats used = w;
-    if (!BASE_TWO && c.kept != 0.0f) {
+    if (Weights::MAY_DROP && c.kept != 0.0f) {
       used = multiply(w, kept(c, hash, counted_from(static_cast<uint32_t>(row.from + j))));
     }
     Units::write(weights + j / Units::NUMBERS * UNIT, used);
@@ -142,8 +153,11 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
   const bool base_two = in_base_two<Units>(c);
   if (base_two) {
     float* const numbers = reinterpret_cast<float*>(queries);
-    const float factor = c.rules.scale * LOG2_OF_E;
-    for (int64_t i = 0; i < rows * l.key_units; ++i) numbers[i] *= factor;
+    const Floats factors = broadcast(c.rules.scale * LOG2_OF_E);
+    const int64_t last = rows * l.key_units;
+    for (int64_t i = 0; i < last; i += WIDTH) {
+      write_some<NumbersFloat32>(numbers + i, last - i, multiply(read_some<NumbersFloat32>(numbers + i, last - i), factors));
+    }
   }
   memset(sums, 0, static_cast<size_t>(rows * width) * sizeof(float));
 
@@ -209,8 +223,10 @@ void attend_as(const FlashCall& c, int64_t b, int64_t h, int64_t row, char* scra
       }
       for (int64_t r = i; r < last; ++r) {
         char* const to = weights + r * SCORES_ROW + begin / Units::NUMBERS * UNIT;
-        const Floats added = base_two ? weigh<Units, true>(c, row_of_block(r), references[r], to)
-                                      : weigh<Units, false>(c, row_of_block(r), references[r], to);
+        const RowOfBlock block = row_of_block(r);
+        const Floats added = !base_two              ? weigh<Units, Powers>(c, block, references[r], to)
+                             : c.dtype == FLOAT32 ? weigh<Units, PowersOfTwo<false>>(c, block, references[r], to)
+                                                  : weigh<Units, PowersOfTwo<true>>(c, block, references[r], to);
         totals[r] = add(totals[r], added);
       }
     }

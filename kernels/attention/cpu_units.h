@@ -19,6 +19,16 @@ constexpr int64_t UNIT = 4, PANEL = UNIT * WIDTH;
 
 inline int64_t up_to(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
+// function(numbers), of the kind of numbers that a dtype has: chosen once, not for each vector.
+template <class Function>
+inline void by_dtype(int32_t dtype, const Function& function) {
+  switch (dtype) {
+    case BFLOAT16: return function(NumbersBFloat16());
+    case FLOAT16: return function(NumbersFloat16());
+    default: return function(NumbersFloat32());
+  }
+}
+
 // A unit holds a number of float32, or two of bfloat16 that are multiplied as a pair.
 struct UnitsFloat32 {
   static constexpr int NUMBERS = 1;
@@ -33,14 +43,29 @@ struct UnitsFloat32 {
   static inline void write(char* p, Floats v) { store(reinterpret_cast<float*>(p), v); }
   // A row of `count` numbers, to as many units; nothing after them is written.
   static inline void row(char* to, const void* from, int64_t count, int32_t dtype) {
-    float* numbers = reinterpret_cast<float*>(to);
-    for (int64_t i = 0; i < count; i += WIDTH) {
-      write_some<NumbersFloat32>(numbers + i, count - i, read_vector(number_at(from, i, dtype), count - i, dtype));
-    }
+    by_dtype(dtype, [=](auto numbers) {
+      typedef decltype(numbers) Numbers;
+      const auto* const p = static_cast<const typename Numbers::Number*>(from);
+      float* const out = reinterpret_cast<float*>(to);
+      int64_t i = 0;
+      for (; i + WIDTH <= count; i += WIDTH) store(out + i, Numbers::read(p + i));
+      if (i < count) write_some<NumbersFloat32>(out + i, count - i, read_some<Numbers>(p + i, count - i));
+    });
   }
-  // WIDTH units side by side: the first `count` numbers of NUMBERS rows, zeros of a row that is null.
-  static inline void side_by_side(char* to, const void* const* rows, int64_t at, int64_t count, int32_t dtype) {
-    write(to, rows[0] == nullptr ? zeros() : read_vector(number_at(rows[0], at, dtype), count, dtype));
+  // `count` numbers of NUMBERS rows, WIDTH units side by side, and those of the next `panel` bytes on; zeros of a row that
+  // is null.
+  static inline void side_by_side(char* to, int64_t panel, const void* const* rows, int64_t count, int32_t dtype) {
+    const void* const from = rows[0];
+    if (from == nullptr) {
+      for (int64_t d = 0; d < count; d += WIDTH, to += panel) write(to, zeros());
+      return;
+    }
+    by_dtype(dtype, [=](auto numbers) {
+      typedef decltype(numbers) Numbers;
+      const auto* const p = static_cast<const typename Numbers::Number*>(from);
+      char* out = to;
+      for (int64_t d = 0; d < count; d += WIDTH, out += panel) write(out, read_some<Numbers>(p + d, count - d));
+    });
   }
 };
 #if defined(__AVX512BF16__)
@@ -63,8 +88,10 @@ struct UnitsBFloat16 {
   static inline void row(char* to, const void* from, int64_t count, int32_t) {
     memcpy(to, from, static_cast<size_t>(count) * 2);
   }
-  static inline void side_by_side(char* to, const void* const* rows, int64_t at, int64_t count, int32_t) {
-    pairs(to, numbers(rows[0], at, count), numbers(rows[1], at, count));
+  static inline void side_by_side(char* to, int64_t panel, const void* const* rows, int64_t count, int32_t) {
+    for (int64_t d = 0; d < count; d += WIDTH, to += panel) {
+      pairs(to, numbers(rows[0], d, count - d), numbers(rows[1], d, count - d));
+    }
   }
 
  private:
@@ -99,10 +126,12 @@ struct RowsOf {
 // Rows [first, first + `rows`) as units, `row_bytes` apart; zeros up to that, and where there is no row.
 template <class Units>
 inline void pack_rows(const RowsOf& m, int64_t first, int64_t rows, char* to, int64_t row_bytes) {
-  memset(to, 0, static_cast<size_t>(rows * row_bytes));
-  for (int64_t i = 0; i < rows && first + i < m.count; ++i) {
-    Units::row(to + i * row_bytes, m.at(first + i), m.numbers, m.dtype);
+  const int64_t written = m.numbers * UNIT / Units::NUMBERS, last = m.count - first < rows ? m.count - first : rows;
+  for (int64_t i = 0; i < last; ++i, to += row_bytes) {
+    Units::row(to, m.at(first + i), m.numbers, m.dtype);
+    if (written < row_bytes) memset(to + written, 0, static_cast<size_t>(row_bytes - written));
   }
+  if (last < rows) memset(to, 0, static_cast<size_t>((rows - (last < 0 ? 0 : last)) * row_bytes));
 }
 
 // A panel for each WIDTH rows: WIDTH rows side by side for each unit. The bytes of a panel: up to whole vectors of units.
@@ -126,9 +155,7 @@ inline void pack_panels_of_numbers(const RowsOf& m, int64_t first, int64_t rows,
   for (int64_t i = 0; i < rows; i += Units::NUMBERS, to += PANEL) {
     const void* units[Units::NUMBERS];
     for (int n = 0; n < Units::NUMBERS; ++n) units[n] = m.at(first + i + n);
-    for (int64_t d = 0; d < m.numbers; d += WIDTH) {
-      Units::side_by_side(to + d / WIDTH * panel, units, d, m.numbers - d, m.dtype);
-    }
+    Units::side_by_side(to, panel, units, m.numbers, m.dtype);
   }
 }
 

@@ -23,25 +23,35 @@ inline Floats exponential(Floats x) {
   return where_less(x, broadcast(LOWEST), zeros(), scaled(y, n));
 }
 
-// 2**x, 0 below -126, for x of at most 127. The polynomial is that of Cephes (Moshier, exp2f.c).
+// 2**x, 0 below -126, for x of at most 127; 1 for 0. SHORT: within 3e-6 of it, for what is rounded to 16 bits. The
+// polynomials are those of 0 to 1 with 1 at 0 whose largest relative error is least.
+template <bool SHORT>
 inline Floats power_of_two(Floats x) {
 #if defined(__AVX512F__)
-  const Floats n = rounded(x);  // infinities less themselves are NaN, which the mask leaves out
+  const Floats r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x less the integer below it
 #else
   const Floats given = x;
   x = maximum(broadcast(-126.0f), x);  // in this order NaN stays
-  const Floats n = rounded(x);
-#endif
+  const Floats n = rounded(add(x, broadcast(-0.5f)));
   const Floats r = add(x, multiply(n, broadcast(-1.0f)));
-  Floats y = broadcast(1.535336188319500e-4f);
-  y = multiply_add(y, r, broadcast(1.339887440266574e-3f));
-  y = multiply_add(y, r, broadcast(9.618437357674640e-3f));
-  y = multiply_add(y, r, broadcast(5.550332471162809e-2f));
-  y = multiply_add(y, r, broadcast(2.402264791363012e-1f));
-  y = multiply_add(y, r, broadcast(6.931472028550421e-1f));
+#endif
+  Floats y;
+  if (SHORT) {
+    y = broadcast(1.342668427e-2f);
+    y = multiply_add(y, r, broadcast(5.224247422e-2f));
+    y = multiply_add(y, r, broadcast(2.412802048e-1f));
+    y = multiply_add(y, r, broadcast(6.930448449e-1f));
+  } else {
+    y = broadcast(2.161291495e-4f);
+    y = multiply_add(y, r, broadcast(1.246784645e-3f));
+    y = multiply_add(y, r, broadcast(9.675451567e-3f));
+    y = multiply_add(y, r, broadcast(5.548528062e-2f));
+    y = multiply_add(y, r, broadcast(2.402293056e-1f));
+    y = multiply_add(y, r, broadcast(6.931470444e-1f));
+  }
   y = multiply_add(y, r, broadcast(1.0f));
 #if defined(__AVX512F__)
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.0f), _CMP_NLT_UQ), y, n);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.0f), _CMP_NLT_UQ), y, x);  // by 2**floor(x)
 #else
   return where_less(given, broadcast(-126.0f), zeros(), scaled(y, n));
 #endif
