@@ -11,9 +11,9 @@ Each number of threads has the rate of a matrix product and of a plain read prin
 
 Every figure is a median over rounds in which all implementations take turns, so that load and clock affect all alike; a
 ratio is the median of the ratios within a round. More weights than the caches hold are used in turn. `read` is a plain
-reduction over the same bytes, `dot` one product of keys and values, which reads both at once and so faster. Nothing else
-should run: the load of the machine is in the report. `bars` are the cases with a figure to reach, in about a minute, and
-run only if named.
+reduction over the same bytes, `dot` one product of keys and values, which reads both at once, and faster. Nothing else
+should run: the load of the machine is in the report. `bars` are the cases with a figure to reach, in about a minute,
+and run only if named.
 """
 
 from __future__ import annotations
