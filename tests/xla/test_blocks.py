@@ -102,7 +102,7 @@ def test_eight_tokens_of_an_encoder_decoder_are_two_programs(family, count_progr
 
     wanted, found = generate(model, source), []
     assert count_programs(lambda: found.append(generate(on_xla, source))) == 2, "the first token's and a step's"
-    assert torch.equal(found[0], wanted) and len(wanted.unique()) > 2 and encoded == [1]
+    assert torch.equal(found[0], wanted) and len(wanted.unique()) > 1 and encoded == [1]
     wanted = generate(model, longer, 20)
     assert count_programs(lambda: found.append(generate(on_xla, longer, 20))) == 0
     assert torch.equal(found[1], wanted)
