@@ -198,8 +198,8 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(GPT2Block(config, index) for index in range(config.num_hidden_layers))
-        self.ln_f = GPT2Block.new_norm(config)
+        self.h = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+        self.ln_f = self.layer_class.new_norm(config)
 
     def cache(self, cache: Cache | None) -> Cache:
         cache = super().cache(cache)
