@@ -141,19 +141,19 @@ class BertForPreTraining(BertWords, WordsHead, BertPreTrainedModel):
         hidden_states, loss = outputs.last_hidden_state, None
         output_class: Any = BertForPreTrainingOutput
         words: Any = None
-        asked = labels is not None and next_sentence_label is not None
-        if asked:
-            loss = fused_word_loss(self, hidden_states, labels)
+        asked = None if labels is None or next_sentence_label is None else (labels, next_sentence_label)
+        if asked is not None:
+            loss = fused_word_loss(self, hidden_states, asked[0])
         if loss is not None:
             words = DeferredLogits(lambda: self.words(hidden_states))
             output_class = deferring(output_class, "prediction_logits")
             sentence = self.cls.seq_relationship(outputs.pooler_output)
         else:
             words, sentence = self.cls(hidden_states, outputs.pooler_output)
-            if asked:
-                loss = F.cross_entropy(words.flatten(0, 1), labels.flatten())
-        if asked:
-            loss = loss + F.cross_entropy(sentence, next_sentence_label.flatten())
+            if asked is not None:
+                loss = F.cross_entropy(words.flatten(0, 1), asked[0].flatten())
+        if asked is not None and loss is not None:
+            loss = loss + F.cross_entropy(sentence, asked[1].flatten())
         return output_class(
             loss=loss,
             prediction_logits=words,
