@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -276,6 +277,23 @@ def test_experts_stored_one_by_one_are_all_there(experts) -> None:
             easytorch.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         with pytest.raises(CheckpointError, match="stacks the experts"):
             native.from_pretrained(None, config=transformers.AutoConfig.from_pretrained(folder), state_dict=others)
+
+
+def test_experts_are_read_as_they_are_stacked(experts, monkeypatch) -> None:
+    """Not ahead of it by threads, which would hold all of them beside the stacks."""
+    from transformers import core_model_loading
+
+    folder, weights, write = experts
+    write(weights)
+    pools, spawn = set(), core_model_loading.spawn_materialize
+    monkeypatch.setattr(
+        core_model_loading, "spawn_materialize", lambda pool, *a, **k: (pools.add(pool), spawn(pool, *a, **k))[1]
+    )
+    easytorch.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert pools == {None} and "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
+    easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    assert len(pools) == 2 and os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0"
 
 
 def test_weights_and_codes_of_experts_may_stand_side_by_side() -> None:

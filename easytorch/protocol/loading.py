@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
-from easytorch.protocol.expert_checks import check_experts
+from easytorch.protocol.expert_checks import check_experts, one_stack_at_a_time
 from easytorch.protocol.flax_loading import load_flax
 from easytorch.protocol.gguf_loading import gguf_source, load_gguf
 from easytorch.protocol.load_checks import check_loaded, check_shapes
@@ -76,11 +76,12 @@ def _load(
         source = check_torch_files(path, kwargs)
         # a stack of experts cannot have gaps; a class of transformers may have other experts
         stacks = strict or check is check_loaded
-        here = stacks and check_experts(model_class, path, kwargs)
+        experts = check_experts(model_class, path, kwargs) if stacks else 0
         try:
-            model, info = from_torch(path, *model_args, **kwargs)
+            with one_stack_at_a_time() if experts else nullcontext():
+                model, info = from_torch(path, *model_args, **kwargs)
         finally:
-            if stacks and not here:  # files that are fetched as they are loaded
+            if experts is None:  # files that are fetched as they are loaded
                 check_experts(model_class, path, kwargs)
         opened = weights_of(path, kwargs)
     else:
