@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, GPT2Model, LlamaConfig
 
@@ -212,3 +215,95 @@ def test_flax_checkpoints_that_are_broken(tmp_path) -> None:
     (tmp_path / "flax_model.msgpack").write_bytes(weights[:-50])
     with pytest.raises(CheckpointError, match=r"flax_model\.msgpack"):
         load(tmp_path)
+
+
+@pytest.fixture(params=["model.safetensors", "pytorch_model.bin", "transformers"])
+def experts(request, tmp_path):
+    """A checkpoint of experts one by one: its folder, its weights, and what writes others; of a native class and of one
+    of transformers' own."""
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    if request.param == "transformers":
+        config = transformers.Ernie4_5_MoeConfig(**sizes, moe_num_experts=4, moe_k=2, moe_layer_start_index=1)
+    else:
+        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, head_dim=8)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+
+    def write(changed):
+        if request.param == "pytorch_model.bin":
+            torch.save(changed, tmp_path / request.param)
+        else:
+            save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    return tmp_path, weights, write
+
+
+EXPERT = "model.layers.1.mlp.experts.1."
+
+
+def test_experts_stored_one_by_one_are_all_there(experts) -> None:
+    """transformers stacks those that it finds: without the second the third would stand in its place."""
+    folder, weights, write = experts
+    write(weights)
+    easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    others = {name: one for name, one in weights.items() if not name.startswith(EXPERT)}
+    own = {name.removeprefix(EXPERT): one for name, one in weights.items() if name.startswith(EXPERT)}
+    assert len(own) == 3
+    first = re.escape(f"{EXPERT}down_proj.weight")
+    for changed, match in [
+        (
+            {EXPERT + name: one for name, one in own.items() if "up" not in name},
+            "experts.1.up_proj.weight': is missing",
+        ),
+        ({}, rf"{first}': is missing from the checkpoint \(and 2 more\), and"),
+        (
+            {EXPERT.replace("experts.1", "experts.7") + name: one for name, one in own.items()},
+            f"{first}': is missing.*experts.7.down",
+        ),
+        ({EXPERT + name.replace("up_", "upp_"): one for name, one in own.items()}, "up_proj.* name: .*1.upp_proj"),
+        ({EXPERT + name: one[:3] for name, one in own.items()}, rf"{first}': has shape \(3, .* 3 of the 4 experts"),
+    ]:
+        write(others | changed)
+        with pytest.raises(CheckpointError, match=match):
+            easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    native = type(easytorch.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
+    if native.__module__.startswith("easytorch"):
+        write(others)
+        with pytest.raises(CheckpointError, match="stacks the experts"):
+            easytorch.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        with pytest.raises(CheckpointError, match="stacks the experts"):
+            native.from_pretrained(None, config=transformers.AutoConfig.from_pretrained(folder), state_dict=others)
+
+
+def test_experts_are_read_as_they_are_stacked(experts, monkeypatch) -> None:
+    """Not ahead of it by threads, which would hold all of them beside the stacks."""
+    from transformers import core_model_loading
+
+    folder, weights, write = experts
+    write(weights)
+    pools, spawn = set(), core_model_loading.spawn_materialize
+    monkeypatch.setattr(
+        core_model_loading, "spawn_materialize", lambda pool, *a, **k: (pools.add(pool), spawn(pool, *a, **k))[1]
+    )
+    easytorch.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert pools == {None} and "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
+    easytorch.AutoModelForCausalLM.from_pretrained(folder)
+    assert len(pools) == 2 and os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "0"
+
+
+def test_weights_and_codes_of_experts_may_stand_side_by_side() -> None:
+    """Of some experts the codes, of others the weight; and two kinds of experts of one layer."""
+    from easytorch.protocol.expert_checks import check_experts
+
+    kind = transformers.LlamaForCausalLM
+    codes = {f"a.experts.{number}.w1.{leaf}": torch.zeros(2) for number in range(3) for leaf in ("qweight", "scales")}
+    check_experts(kind, None, {"state_dict": codes | {"a.experts.3.w1.weight": torch.zeros(4, 4)}})
+    kinds = {f"a.experts.{number}.w1.weight": torch.zeros(2 if number < 2 else 4, 4) for number in range(4)}
+    check_experts(kind, None, {"state_dict": kinds})
+    with pytest.raises(CheckpointError, match=r"'a\.experts\.3\.w1\.weight': is missing"):
+        check_experts(kind, None, {"state_dict": codes | {"a.experts.4.w1.weight": torch.zeros(4, 4)}})

@@ -17,7 +17,7 @@ from easytorch.generation.sampling import Sampler
 from easytorch.layers.config import scales_by_slot
 
 # The least length of a padded prompt.
-_LEAST_PROMPT = 16
+LEAST_PROMPT = 16
 
 
 class CausalLM(Protocol):
@@ -66,27 +66,20 @@ def static_refusal(model: CausalLM) -> str | None:
 
 def static_lengths(model: CausalLM, prompt: int, max_new_tokens: int) -> tuple[int, int]:
     """Of the padded prompt, and of the cache."""
-    length = prompt if scales_by_slot(model.config) else bucket(prompt, _LEAST_PROMPT)
+    length = prompt if scales_by_slot(model.config) else bucket(prompt, LEAST_PROMPT)
     return length, bucket(length + max_new_tokens, LEAST_CACHE)
 
 
 class Decoder(ABC):
     """One run of a model: `prompt()` once, then `step(tokens)` for each token. Both return logits (B, V).
 
-    ids (B, T) and mask (B, T), as the model is given them, are on the host. greedy: they return the tokens of the
+    ids (B, T) and mask (B, T), as the decoder is given them, are on the host. greedy: they return the tokens of the
     largest logits, (B,) int64, in place of logits where the model can do without these.
     """
 
-    def __init__(
-        self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, device: torch.device) -> None:
         self.model, self.ids, self.mask, self.device = model, ids, mask, device
         self.greedy = False
-        inner = unwrapped(model)
-        self._layers = layers_of(inner)
-        self._accepted = inspect.signature(inner.forward).parameters
-        self._cache_name = cache_argument(inner.forward)
-        self._attends = set(self._layers.masks_of) != {LINEAR}
 
     @abstractmethod
     def prompt(self) -> torch.Tensor: ...
@@ -104,6 +97,18 @@ class Decoder(ABC):
         """The tokens (B,) after `tokens`, or after the prompt."""
         found = self.prompt() if tokens is None else self.step(tokens)
         return sampler(found) if found.dim() == 2 else sampler.follow(found)
+
+
+class CausalDecoder(Decoder):
+    """Of a model without an encoder."""
+
+    def __init__(self, model: CausalLM, ids: torch.Tensor, mask: torch.Tensor, device: torch.device) -> None:
+        super().__init__(model, ids, mask, device)
+        inner = unwrapped(model)
+        self._layers = layers_of(inner)
+        self._accepted = inspect.signature(inner.forward).parameters
+        self._cache_name = cache_argument(inner.forward)
+        self._attends = set(self._layers.masks_of) != {LINEAR}
 
     def _positions(self) -> torch.Tensor:
         """(B, T): 0 at each row's first token; padding, which nothing sees, has 0 too."""
@@ -127,7 +132,7 @@ class Decoder(ABC):
         return logits[:, -1]
 
 
-class DynamicDecoder(Decoder):
+class DynamicDecoder(CausalDecoder):
     """A cache that grows by one token per step: no work on empty slots, and a new shape at each step."""
 
     def __init__(
@@ -135,7 +140,7 @@ class DynamicDecoder(Decoder):
     ) -> None:
         from transformers import DynamicCache
 
-        super().__init__(model, ids, mask, max_new_tokens, device)
+        super().__init__(model, ids, mask, device)
         self._cache = DynamicCache(config=self._layers.config)
         self._position = self._positions()[:, -1:].to(device)
         self._seen = mask.to(device=device, dtype=torch.int64)
@@ -151,7 +156,7 @@ class DynamicDecoder(Decoder):
         return self._call(tokens[:, None], mask, self._position, self._cache)
 
 
-class StaticDecoder(Decoder):
+class StaticDecoder(CausalDecoder):
     """A cache of fixed length, a prompt padded on the left to a power of two: every step has the same shapes.
 
     Every layer keeps the full length, sliding-window layers too (transformers rolls those with a Python counter, which
@@ -164,7 +169,7 @@ class StaticDecoder(Decoder):
     ) -> None:
         length, capacity = static_lengths(model, ids.shape[1], max_new_tokens)
         left = (length - ids.shape[1], 0)
-        super().__init__(model, pad(ids, left), pad(mask, left), max_new_tokens, device)
+        super().__init__(model, pad(ids, left), pad(mask, left), device)
         if (reason := static_refusal(model)) is not None:
             raise ValueError(f"{type(model).__name__} cannot use a static cache: {reason}; use cache='dynamic'")
         self._cache = full_static_cache(self._layers.types, capacity)

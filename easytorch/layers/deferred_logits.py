@@ -55,16 +55,7 @@ def materialized(value: Any) -> Any:
 
 
 class _Deferring:
-    """A mixin that goes before an output class with a field `logits`."""
-
-    @property
-    def logits(self) -> Any:
-        value = self.__dict__.get("logits")
-        return materialized(value) if "_made" in self.__dict__ else value
-
-    @logits.setter
-    def logits(self, value: Any) -> None:
-        self.__dict__["logits"] = value
+    """A mixin that goes before an output class, one of whose fields is a property of `_field`."""
 
     def __post_init__(self) -> None:
         made: Any = super()
@@ -87,10 +78,23 @@ class _Deferring:
         return type(self).__mro__[2], tuple(getattr(self, name) for name in fields)
 
 
+def _field(name: str) -> property:
+    """The field `name`, which is computed when it is read, but not while the output is being made."""
+
+    def read(self: Any) -> Any:
+        value = self.__dict__.get(name)
+        return materialized(value) if "_made" in self.__dict__ else value
+
+    def write(self: Any, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
 @functools.cache
-def deferring(output_class: type[ModelOutput]) -> type[ModelOutput]:
-    """A subclass of `output_class` whose `logits` may be `DeferredLogits`."""
-    return type(output_class.__name__, (_Deferring, output_class), {"__module__": __name__})
+def deferring(output_class: type[ModelOutput], logits: str = "logits") -> type[ModelOutput]:
+    """A subclass of `output_class` whose field `logits` may be `DeferredLogits`."""
+    return type(output_class.__name__, (_Deferring, output_class), {"__module__": __name__, logits: _field(logits)})
 
 
 def defers(hidden_states: Tensor, weight: Tensor) -> bool:

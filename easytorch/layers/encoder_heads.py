@@ -28,7 +28,7 @@ from transformers.utils.generic import can_return_tuple
 from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import in_order
 from easytorch.layers.basics import check_one_input, keep_logits
-from easytorch.layers.causal_loss import shifted_by_one
+from easytorch.layers.causal_loss import plain_parameters, shifted_by_one
 from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.linear import linear
 from easytorch.layers.word_loss import fused_word_loss
@@ -144,8 +144,11 @@ class WordsHead(EncoderHead):
         raise NotImplementedError
 
     def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """What the output embedding multiplies (layers/word_loss.py)."""
+        """What the matrix of the words multiplies (layers/word_loss.py)."""
         return None
+
+    def word_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return plain_parameters(self.get_output_embeddings())
 
 
 class EncoderMaskedLM(WordsHead):

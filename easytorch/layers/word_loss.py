@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
+from easytorch.layers.causal_loss import causal_lm_loss
 from easytorch.layers.deferred_logits import defers
 from easytorch.layers.linear import watched
 
@@ -24,8 +24,12 @@ class WordModel(Protocol):
 
     def get_output_embeddings(self) -> nn.Module: ...
 
+    def word_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """The matrix (V, E) and the bias (V,) of the words; (None, None) where their product is no plain one."""
+        ...
+
     def word_states(self, hidden_states: Tensor) -> Tensor | None:
-        """hidden_states (..., D) -> what the output embedding multiplies (..., E); None where it multiplies others."""
+        """hidden_states (..., D) -> what the matrix of the words multiplies (..., E); None where it is not known."""
         ...
 
 
@@ -35,9 +39,8 @@ def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **k
     kwargs: those of `causal_lm_loss`. None where it needs the logits: outside of training, where a module of the head
     has hooks or is no plain one; or where they are few.
     """
-    embedding = model.get_output_embeddings()
-    weight, bias = plain_parameters(embedding)
-    if weight is None or not model.training or not defers(hidden_states, weight) or _hooked(model, embedding):
+    weight, bias = model.word_parameters()
+    if weight is None or not model.training or not defers(hidden_states, weight) or _hooked(model, weight):
         return None
     rows, targets = hidden_states.flatten(0, -2), labels.flatten().to(hidden_states.device)
     if rows.is_cpu:  # elsewhere their number would have to be waited for
@@ -50,7 +53,8 @@ def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **k
     return causal_lm_loss(states, weight, targets, bias, shift_labels=targets, **kwargs)
 
 
-def _hooked(model: WordModel, embedding: nn.Module) -> bool:
-    """Whether a module of the head has hooks, which are to see every position; the embedding's were looked at."""
+def _hooked(model: WordModel, weight: Tensor) -> bool:
+    """Whether a module of the head has hooks, which are to see every position; those of the weight's were looked at."""
     heads = (one for one in model.children() if one is not model.base_model)
-    return any(watched(part) for head in heads for part in head.modules() if part is not embedding)
+    parts = (part for head in heads for part in head.modules())
+    return any(watched(part) for part in parts if part._parameters.get("weight") is not weight)

@@ -13,6 +13,7 @@ from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.layers.basics import activation
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.encoder_heads import (
     EncoderCausalLM,
     EncoderHead,
@@ -22,10 +23,12 @@ from easytorch.layers.encoder_heads import (
     EncoderSequenceClassification,
     EncoderTokenClassification,
     TiedWordHead,
+    WordsHead,
     classifier_dropout,
 )
 from easytorch.layers.heads import labels_of
 from easytorch.layers.linear import linear
+from easytorch.layers.word_loss import fused_word_loss
 from easytorch.models._bert_encoder import BertModel as BertModel
 from easytorch.models._bert_encoder import BertPreTrainedModel
 from easytorch.models._bert_rules import RULES as RULES
@@ -110,8 +113,11 @@ class BertWords(_Base):
         self.cls.predictions.bias = new_embeddings.bias  # type: ignore[assignment]
 
 
-class BertForPreTraining(BertWords, EncoderHead, BertPreTrainedModel):
+class BertForPreTraining(BertWords, WordsHead, BertPreTrainedModel):
     pooled = True
+
+    def words(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.cls.predictions(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -125,15 +131,30 @@ class BertForPreTraining(BertWords, EncoderHead, BertPreTrainedModel):
         next_sentence_label: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BertForPreTrainingOutput:
-        """labels (B, T), -100 where no loss is taken; next_sentence_label (B,), 0 for a true continuation."""
+        """labels (B, T), -100 where no loss is taken; next_sentence_label (B,), 0 for a true continuation.
+
+        In training the loss of a large vocabulary is computed without the logits of words, which are computed if they
+        are read.
+        """
         kwargs |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
         outputs = self.encode(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        words, sentence = self.cls(outputs.last_hidden_state, outputs.pooler_output)
-        loss = None
-        if labels is not None and next_sentence_label is not None:
-            loss = F.cross_entropy(words.flatten(0, 1), labels.flatten())
-            loss = loss + F.cross_entropy(sentence, next_sentence_label.flatten())
-        return BertForPreTrainingOutput(
+        hidden_states, loss = outputs.last_hidden_state, None
+        output_class: Any = BertForPreTrainingOutput
+        words: Any = None
+        asked = None if labels is None or next_sentence_label is None else (labels, next_sentence_label)
+        if asked is not None:
+            loss = fused_word_loss(self, hidden_states, asked[0])
+        if loss is not None:
+            words = DeferredLogits(lambda: self.words(hidden_states))
+            output_class = deferring(output_class, "prediction_logits")
+            sentence = self.cls.seq_relationship(outputs.pooler_output)
+        else:
+            words, sentence = self.cls(hidden_states, outputs.pooler_output)
+            if asked is not None:
+                loss = F.cross_entropy(words.flatten(0, 1), asked[0].flatten())
+        if asked is not None and loss is not None:
+            loss = loss + F.cross_entropy(sentence, asked[1].flatten())
+        return output_class(
             loss=loss,
             prediction_logits=words,
             seq_relationship_logits=sentence,

@@ -247,9 +247,12 @@ class DebertaV2LMPredictionHead(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
+    def transformed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(..., D) -> (..., D): what the embedding multiplies."""
+        return self.LayerNorm(self.transform_act_fn(linear(self.dense, hidden_states)))
+
     def forward(self, hidden_states: torch.Tensor, word_embeddings: Any) -> torch.Tensor:
-        hidden_states = self.LayerNorm(self.transform_act_fn(linear(self.dense, hidden_states)))
-        return F.linear(hidden_states, word_embeddings.weight, self.bias)
+        return F.linear(self.transformed(hidden_states), word_embeddings.weight, self.bias)
 
 
 class DebertaV2ForMaskedLM(EncoderMaskedLM, DebertaV2PreTrainedModel):
@@ -277,7 +280,19 @@ class DebertaV2ForMaskedLM(EncoderMaskedLM, DebertaV2PreTrainedModel):
         return self.lm_predictions.lm_head(hidden_states, self.get_input_embeddings())
 
     def word_states(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        return self.cls.predictions.transform(hidden_states) if self.legacy else None
+        if self.legacy:
+            return self.cls.predictions.transform(hidden_states)
+        return self.lm_predictions.lm_head.transformed(hidden_states)
+
+    def word_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Without `config.legacy` the matrix is the embedding's itself, whose hooks see no logits."""
+        if self.legacy:
+            return super().word_parameters()
+        embedding, bias = self.get_input_embeddings(), self.lm_predictions.lm_head.bias
+        weight = embedding._parameters.get("weight")
+        plain = type(embedding) is nn.Embedding and type(weight) is nn.Parameter and type(bias) is nn.Parameter
+        placed = weight is not None and weight.device.type in ("cpu", "cuda", "xla")
+        return (weight, bias) if plain and placed and not torch.compiler.is_compiling() else (None, None)
 
     def get_output_embeddings(self) -> nn.Module:
         head: nn.Module = self.cls.predictions.decoder if self.legacy else self.lm_predictions.lm_head.dense

@@ -19,8 +19,10 @@ from easytorch.cache_names import CACHE, cache_keyword, cache_of, takes_cache
 from easytorch.layers.arguments import ArgumentsInOrder
 from easytorch.layers.attention import interface_of
 from easytorch.layers.basics import activation, check_one_input
+from easytorch.layers.causal_loss import shifted_by_one
 from easytorch.layers.config import attn_implementation
 from easytorch.layers.decoder import DecoderBackbone, DecoderLayer
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.grouped_attention import GroupedAttention
 from easytorch.layers.heads import (
     CausalLMHead,
@@ -30,6 +32,7 @@ from easytorch.layers.heads import (
 )
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
+from easytorch.layers.seq2seq_heads import fused_loss_of
 from easytorch.layers.stock_names import given_by
 from easytorch.protocol.native import NativeDecoder
 
@@ -195,8 +198,8 @@ class GPT2Model(DecoderBackbone, GPT2PreTrainedModel):
         self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(GPT2Block(config, index) for index in range(config.num_hidden_layers))
-        self.ln_f = GPT2Block.new_norm(config)
+        self.h = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
+        self.ln_f = self.layer_class.new_norm(config)
 
     def cache(self, cache: Cache | None) -> Cache:
         cache = super().cache(cache)
@@ -307,7 +310,8 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
         """input_ids (B, choices, T) -> logits (B, choices, T, vocabulary), mc_logits (B, choices).
 
         mc_token_ids (B, choices): the token that stands for a text, the last one unless given. labels (B, choices, T),
-        mc_labels (B,): the choice.
+        mc_labels (B,): the choice. In training the loss of a large vocabulary is computed without the logits, which
+        are computed if they are read.
         """
         outputs = self.transformer(
             input_ids,
@@ -320,14 +324,22 @@ class GPT2DoubleHeadsModel(GPT2PreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        logits = linear(self.lm_head, outputs.last_hidden_state)
-        mc_logits = self.multiple_choice_head(outputs.last_hidden_state, mc_token_ids).squeeze(-1)
+        hidden_states = outputs.last_hidden_state
+        output_class: Any = GPT2DoubleHeadsModelOutput
+        logits: Any = None
+        mc_logits = self.multiple_choice_head(hidden_states, mc_token_ids).squeeze(-1)
         loss = mc_loss = None
         if mc_labels is not None:
             mc_loss = nn.functional.cross_entropy(mc_logits.flatten(0, -2), mc_labels.flatten())
         if labels is not None:
-            loss = nn.functional.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
-        return GPT2DoubleHeadsModelOutput(
+            loss = fused_loss_of(self.lm_head, hidden_states, shifted_by_one(labels))
+        if loss is not None:
+            logits, output_class = DeferredLogits(lambda: linear(self.lm_head, hidden_states)), deferring(output_class)
+        else:
+            logits = linear(self.lm_head, hidden_states)
+            if labels is not None:
+                loss = nn.functional.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
+        return output_class(
             loss=loss,
             mc_loss=mc_loss,
             logits=logits,

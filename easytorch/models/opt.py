@@ -128,6 +128,10 @@ class OPTDecoder(DecoderBackbone, OPTPreTrainedModel):
         self.final_layer_norm = self.layer_class.new_norm(config) if normed else None
         self.layers = nn.ModuleList(self.layer_class(config, index) for index in range(config.num_hidden_layers))
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """As transformers' OPT, which takes one row of tokens as (T,) too."""
+        return super().embed(input_ids.view(-1, input_ids.shape[-1]))
+
     def make_masks(
         self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None, position_ids: Any
     ) -> Masks:

@@ -58,9 +58,10 @@ def check_cache_of(model: PreTrainedModel, cache: Any) -> None:
         return
     grows = cache.layer_class_to_replicate is not None
     # Of T5's two numbers of layers transformers makes a cache by the encoder's: those behind the decoder's stay empty.
-    spare = getattr(config, "num_decoder_layers", None) is not None and not isinstance(cache, TransformerCache)
-    if (len(cache.layers) > len(types) and not spare) or (len(cache.layers) < len(types) and not grows):
-        raise ValueError(f"the cache has {len(cache.layers)} layers, and {name} has {len(types)}; {_MADE}")
+    decoders = None if isinstance(cache, TransformerCache) else getattr(config, "num_decoder_layers", None)
+    needed = len(types) if decoders is None else int(decoders)
+    if (len(cache.layers) > needed and decoders is None) or (len(cache.layers) < needed and not grows):
+        raise ValueError(f"the cache has {len(cache.layers)} layers, and {name} has {needed}; {_MADE}")
     if not isinstance(cache, TransformerCache):
         return
     made = cache.metadata

@@ -162,13 +162,18 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
     folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
     if not folder.is_dir():
         return str(name_or_path)
+    files = weight_files(folder)
+    for file in files:
+        check_weight_file(file)
+    return str(files[0] if len(files) == 1 else folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of torch weights that transformers loads from a folder, under their names without a variant."""
     for name in TORCH_FILES:
         if (folder / name).is_file():
-            files = _shards(folder / name) if name.endswith(".json") else [folder / name]
-            for file in files:
-                check_weight_file(file)
-            return str(files[0] if len(files) == 1 else folder)
-    return str(folder)
+            return _shards(folder / name) if name.endswith(".json") else [folder / name]
+    return []
 
 
 def torch_folder(name_or_path: Any, kwargs: dict[str, Any]) -> Path:

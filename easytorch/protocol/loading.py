@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from easytorch.protocol.checkpoint_files import check_torch_files, flax_file
+from easytorch.protocol.expert_checks import check_experts, one_stack_at_a_time
 from easytorch.protocol.flax_loading import load_flax
 from easytorch.protocol.gguf_loading import gguf_source, load_gguf
-from easytorch.protocol.load_checks import check_shapes
+from easytorch.protocol.load_checks import check_loaded, check_shapes
 from easytorch.protocol.packed_loading import load_packed, packed_checkpoint
 from easytorch.protocol.quantization_config import settings_of_name
 from easytorch.protocol.tied_weights import fill_repeats, weights_of
@@ -73,7 +74,15 @@ def _load(
         opened = nullcontext(weights.__getitem__)
     elif flax is None:
         source = check_torch_files(path, kwargs)
-        model, info = from_torch(path, *model_args, **kwargs)
+        # a stack of experts cannot have gaps; a class of transformers may have other experts
+        stacks = strict or check is check_loaded
+        experts = check_experts(model_class, path, kwargs) if stacks else 0
+        try:
+            with one_stack_at_a_time() if experts else nullcontext():
+                model, info = from_torch(path, *model_args, **kwargs)
+        finally:
+            if experts is None:  # files that are fetched as they are loaded
+                check_experts(model_class, path, kwargs)
         opened = weights_of(path, kwargs)
     else:
         source, config = str(flax.path), kwargs.pop("config", None)

@@ -202,10 +202,8 @@ def test_models_that_do_not_continue_text_are_refused(batch):
     bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, num_hidden_layers=1))
     with pytest.raises(ValueError, match="BertForMaskedLM is not a causal language model"):
         generate_tokens(bert, *batch)
-
-    config = transformers.T5Config(vocab_size=97, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
-    with pytest.raises(ValueError, match="use generate"):
-        generate_tokens(transformers.T5ForConditionalGeneration(config), *batch)
+    with pytest.raises(ValueError, match="decoder_input_ids are for encoder-decoders"):
+        generate_tokens(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)), *batch, decoder_input_ids=0)
 
 
 def test_too_many_tokens_for_the_positions_are_reported(llama, batch, caplog):

@@ -63,6 +63,22 @@ def test_a_layer_has_the_attention_that_its_class_names(family) -> None:
     assert any(isinstance(part, other) for layer in layers for part in layer.modules())
 
 
+def test_a_backbone_has_the_layers_and_a_layer_the_network_that_its_class_names(family) -> None:
+    config, module = FAMILIES[family].config(), importlib.import_module(f"easytorch.models.{family}")
+    of_family = (kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__)
+    backbone = next((kind for kind in of_family if hasattr(kind, "layer_class")), None)
+    if backbone is None:
+        assert family in MAMBA, "a decoder without a layer class"
+        return
+    changes = {}
+    if (network := getattr(backbone.layer_class, "mlp_class", None)) is not None:
+        changes["mlp_class"] = type("Network", (network,), {})
+    layer = type("Layer", (backbone.layer_class,), changes)
+    parts = [type(part) for part in type("Changed", (backbone,), {"layer_class": layer})(config).modules()]
+    assert parts.count(layer) == config.num_hidden_layers
+    assert not changes or changes["mlp_class"] in parts
+
+
 def test_embeddings_for_tokens_and_the_logits_that_are_kept(family, make_pair) -> None:
     ours, theirs = models(make_pair, family)
     embeds = theirs.get_input_embeddings()(IDS).detach()

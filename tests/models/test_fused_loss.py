@@ -43,17 +43,18 @@ def models(make_pair, family="llama", **changes):
     return ours.train(), theirs.train()
 
 
-def compare(ours, theirs, **inputs) -> None:
+def compare(ours, theirs, field="logits", **inputs) -> None:
     """Loss and every gradient; ours without logits."""
     outputs = [model(**inputs) for model in (ours, theirs)]
-    assert isinstance(outputs[0].__dict__["logits"], DeferredLogits) and not isinstance(outputs[1], type(outputs[0]))
+    assert isinstance(outputs[0].__dict__[field], DeferredLogits) and not isinstance(outputs[1], type(outputs[0]))
     torch.testing.assert_close(outputs[0].loss, outputs[1].loss, **TOLERANCE, equal_nan=True)
     for output in outputs:
-        output.loss.backward()
+        (output.loss + (output.get("mc_loss") or 0.0)).backward()
     for (name, given), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if expected.grad is not None:
             torch.testing.assert_close(given.grad, expected.grad, **TOLERANCE, equal_nan=True, msg=name)
-    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, **TOLERANCE)
+    torch.testing.assert_close(getattr(outputs[0], field), outputs[1][field], **TOLERANCE)
+    assert list(outputs[0]) == [name for name in outputs[1] if name in outputs[0]]
 
 
 @pytest.mark.parametrize("family", SCALED)
@@ -226,6 +227,59 @@ def test_losses_of_words(family, name, make_pair) -> None:
     labels = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.7, -100)
     compare(ours, theirs, input_ids=IDS, labels=labels)
     compare(ours, theirs, input_ids=IDS, labels=torch.full_like(IDS, -100))
+
+
+SOME = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.7, -100)
+
+
+def test_loss_of_bert_pretraining(make_pair) -> None:
+    """Of words and of the next sentence; either alone is no loss, as in transformers."""
+    row = FAMILIES["bert"]
+    ours, theirs = map(without_dropout, make_pair("BertForPreTraining", row.config(), row.reference))
+    sentence = torch.tensor([1, 0])
+    for labels in (SOME, IDS, torch.full_like(IDS, -100)):
+        given = {"input_ids": IDS, "labels": labels, "next_sentence_label": sentence}
+        compare(ours, theirs, "prediction_logits", **given)
+    for alone in ({"labels": SOME}, {"next_sentence_label": sentence}):
+        output, expected = (model(IDS, **alone) for model in (ours, theirs))
+        assert output.loss is None and list(output) == list(expected)
+    output = ours(IDS, labels=SOME, next_sentence_label=sentence)
+    parts = [part.shape for part in output.to_tuple()]
+    assert parts == [(), (*IDS.shape, ours.config.vocab_size), (2, 2)]
+    again = pickle.loads(pickle.dumps(output))
+    assert torch.equal(again.prediction_logits, output.prediction_logits)
+    shapes = []
+    ours.cls.seq_relationship.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    output = ours(IDS, labels=SOME, next_sentence_label=sentence)
+    assert isinstance(output.__dict__["prediction_logits"], torch.Tensor) and shapes == [(2, 2)]
+
+
+def test_loss_of_gpt2_double_heads(make_pair) -> None:
+    """Words and choices, of (B, choices, T)."""
+    row = FAMILIES["gpt2"]
+    config = row.config(**dict.fromkeys(row.dropouts, 0.0), summary_first_dropout=0.0)
+    ours, theirs = map(without_dropout, make_pair("GPT2DoubleHeadsModel", config, row.reference))
+    given = {"input_ids": torch.stack([IDS, IDS.flip(1)], 1), "labels": torch.stack([SOME, IDS], 1)}
+    compare(ours, theirs, **given)
+    compare(ours, theirs, **given, mc_labels=torch.tensor([1, 0]), mc_token_ids=torch.tensor([[3, 9], [9, 4]]))
+    ours.lm_head.register_forward_hook(lambda *args: None)
+    assert isinstance(ours(**given).__dict__["logits"], torch.Tensor)
+
+
+def test_loss_of_words_by_the_embedding(make_pair) -> None:
+    """DeBERTa's head of `legacy=False`, whose matrix is the embedding's: its gradient is of both uses."""
+    row = FAMILIES["deberta_v2"]
+    config = row.config(legacy=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ours, theirs = map(without_dropout, make_pair("DebertaV2ForMaskedLM", config, row.reference))
+    compare(ours, theirs, input_ids=IDS, labels=SOME)
+    compare(ours, theirs, input_ids=IDS, labels=torch.full_like(IDS, -100))
+    shapes = []
+    dense = ours.lm_predictions.lm_head.dense
+    hook = dense.register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
+    assert isinstance(ours(IDS, labels=SOME).__dict__["logits"], torch.Tensor) and shapes == [IDS.shape]
+    hook.remove()
+    ours.set_input_embeddings(nn.Sequential(ours.get_input_embeddings()))
+    assert ours.word_parameters() == (None, None)
 
 
 def test_a_hook_of_the_words_head_sees_every_position(make_pair) -> None:

@@ -82,6 +82,14 @@ def test_calls_by_position_compute_the_same(family: str, head: str, make_pair: A
         torch.testing.assert_close(output[name], expected[name], rtol=1e-5, atol=1e-5)
 
 
+def test_opt_takes_one_row_of_tokens(make_pair: Any) -> None:
+    row = FAMILIES["opt"]
+    ours, theirs = make_pair("OPTForCausalLM", row.config(), row.reference)
+    output, expected = (model(torch.tensor([5, 9, 33, 71, 8])).logits for model in (ours, theirs))
+    assert output.shape == expected.shape == (1, 5, 97)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family, head", [
     ("llama", "LlamaForCausalLM"),
     ("llama", "LlamaForTokenClassification"),

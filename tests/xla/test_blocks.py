@@ -1,5 +1,7 @@
 """Families of the building blocks on xla: a step of training, and eight tokens of two programs.
 
+Of encoder-decoders the encoder and the decoder's first step are the first program.
+
 Llama (the decoder) and BERT (the encoder) are in test_models.py and test_generation.py.
 """
 
@@ -17,16 +19,24 @@ from tests.models.families import FAMILIES, LANGUAGE
 
 IDS = torch.tensor([[5, 9, 33, 71, 8, 12, 3, 44, 90, 17], [4, 4, 90, 12, 60, 7, 31, 6, 88, 23]])
 GENERATES = {"experts": "qwen3_moe", "latent": "deepseek_v3", "recurrent": "mamba2", "delta": "qwen3_next"}
+SEQ2SEQ = {
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+}
+LARGER = {"t5": 0.5, "bart": 0.3, "whisper": 0.3}  # noise of the weights: with less all tokens are the same
 TRAINS = {"tower": "vit", "experts": "qwen3_moe"}  # a minute each is compiling, so not every block's
 
 
 def made(family):
     torch.manual_seed(0)
-    model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), LANGUAGE[family])
+    name = SEQ2SEQ.get(family) or LANGUAGE[family]
+    model_class = getattr(importlib.import_module(f"easytorch.models.{family}"), name)
     model = model_class(FAMILIES[family].config(**dict.fromkeys(FAMILIES[family].dropouts, 0.0))).eval()
+    scale = LARGER.get(family, 0.1)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
+            weight.add_(scale * torch.randn_like(weight))
     return model
 
 
@@ -71,3 +81,28 @@ def test_eight_tokens_are_two_programs(block, count_programs):
     wanted, found = generate(model), []
     assert count_programs(lambda: found.append(generate(on_xla))) == 2, "the prompt's program and a step's"
     assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_eight_tokens_of_an_encoder_decoder_are_two_programs(family, count_programs):
+    """The rows of a text have their padding; a text of another length in the same bucket compiles nothing."""
+    model = made(family)
+    on_xla = copy.deepcopy(model).to("xla")
+    mask = torch.ones_like(IDS)
+    mask[1, 7:] = 0
+    source, longer = (IDS, mask), (IDS[:, [*range(10), 4, 2]], None)
+    if family == "whisper":
+        shape = (2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        source, longer = ((torch.randn(shape, generator=torch.Generator().manual_seed(n)), None) for n in (1, 2))
+    encoded = []
+    on_xla.get_encoder().register_forward_hook(lambda *_: encoded.append(1))
+
+    def generate(one, given, new=8):
+        return torch.stack(list(generate_tokens(one, *given, max_new_tokens=new, eos_token_id=-1)), dim=1)
+
+    wanted, found = generate(model, source), []
+    assert count_programs(lambda: found.append(generate(on_xla, source))) == 2, "the first token's and a step's"
+    assert torch.equal(found[0], wanted) and len(wanted.unique()) > 1 and encoded == [1]
+    wanted = generate(model, longer, 20)
+    assert count_programs(lambda: found.append(generate(on_xla, longer, 20))) == 0
+    assert torch.equal(found[1], wanted)
