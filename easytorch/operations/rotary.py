@@ -29,7 +29,7 @@ class Rotary(OperationImpl):
     """
 
     paths: ClassVar = {"cpu": "aten", "cpp": "cpu", "gpu": "triton", "tpu": "xla"}
-    cpp_reason = "inference: one call for query and key"
+    cpp_reason = "one call for query and key"
 
     @classmethod
     def get_impl_name(cls) -> str:

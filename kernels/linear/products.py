@@ -89,33 +89,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return widened_linear(x, weight, bias) if prefers_widened(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a (M, K) @ b.T + bias, b (N, K), bias (N,), on a CPU, in their one dtype, without gradients."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b.T + bias, b (N, K), bias (N,), on a CPU, in their one dtype, without gradients.
+
+    output (M, N): memory that the product may be written to.
+    """
     widened = widens(a.dtype, min(*a.shape, len(b)), max(a.numel(), b.numel()))
     if widened and not (batched_by_autograd(a) or batched_by_autograd(b)):
-        return in_float32(a, b, bias)
-    found = _product(a, b)
+        return in_float32(a, b, bias, output)
+    found = _product(a, b, output)
     return found if bias is None else found.add_(bias)
 
 
-def in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def in_float32(a: Tensor, b: Tensor, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
     """`product` of 16 bits, whatever its size, in float32 and rounded once: autocast would narrow it again."""
     with torch.autocast("cpu", enabled=False):
-        return _widened(a, b, bias)
+        return _widened(a, b, bias, output)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, output: Tensor | None = None) -> Tensor:
     if a.dtype is torch.float32 and prefers_onednn(b.numel()) and a.numel() and b.numel():
         found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return found
-    return a @ b.t()
+    return a @ b.t() if output is None else torch.mm(a, b.t(), out=output)
 
 
-def _widened(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _widened(a: Tensor, b: Tensor, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
     """a (M, K) @ b.T + bias, b (N, K), bias (N,), in float32: blocks of whichever of M, N and K is the largest."""
     (m, inner), n = a.shape, len(b)
     added = None if bias is None else bias.float()
-    output = a.new_empty(m, n)
+    output = a.new_empty(m, n) if output is None else output
     if inner >= max(m, n):
         total = None
         for part in _blocks(inner, max(m, n)):
