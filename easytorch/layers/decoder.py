@@ -22,7 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from easytorch.cache_names import CACHE, cache_keyword, takes_cache
-from easytorch.layers import decoder_step, layers_step, sequence_parallel
+from easytorch.layers import decoder_step, layers_step, sequence_parallel, tied_embedding
 from easytorch.layers.basics import check_one_input
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.masks import MASKS_OF, SLIDING, Masks, check_layer_types, check_windows, masks_by_layer_type
@@ -167,8 +167,7 @@ class DecoderBackbone(_Base):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B, T) -> (B, T, D): what `inputs_embeds` stands for."""
-        embedded: torch.Tensor = getattr(self, self._input_embed_layer)(input_ids)
-        return embedded
+        return tied_embedding.embed(getattr(self, self._input_embed_layer), input_ids)
 
     def cache(self, cache: Cache | None) -> Cache:
         """The cache of keys and values: the given one, or a new one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.cache_names import cache_keyword, cache_of, takes_cache
-from easytorch.layers import sequence_parallel
+from easytorch.layers import sequence_parallel, tied_embedding
 from easytorch.layers.basics import keep_logits
 from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
@@ -97,6 +98,7 @@ class FusedLoss(_Base):
                 return None
             if not self.training or not defers(hidden_states, weight):
                 return None
+            weight = tied_embedding.of_head(weight)
         scale, softcap = self.logits_finish()
         hidden_states = hidden_states if scale == 1.0 else hidden_states * scale
         return causal_lm_loss(hidden_states, weight, labels, bias, softcap=softcap, **kwargs)
@@ -220,23 +222,25 @@ class CausalLMHead(FusedLoss):
         of_backbone = {name: kwargs.pop(name) for name in self.backbone_arguments if name in kwargs}
         if self.backbone_keeps:
             of_backbone["logits_to_keep"] = logits_to_keep
-        outputs = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **cache_keyword(cache),
-            inputs_embeds=inputs_embeds,
-            return_dict=True,  # whatever the config says of the model
-            use_cache=use_cache,
-            **of_backbone,
-            **kwargs,
-        )
-        kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
-        if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
-            loss = self.fused_loss(kept, labels, **kwargs)
-            if loss is not None:
-                deferred = DeferredLogits(lambda: self.finish_logits(linear(self.lm_head, kept)))
-                return self.make_output(outputs, loss, deferred, attention_mask)
+        trains = labels is not None and self.training
+        with tied_embedding.sharing(self.lm_head) if trains else nullcontext():
+            outputs = self.base_model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **cache_keyword(cache),
+                inputs_embeds=inputs_embeds,
+                return_dict=True,  # whatever the config says of the model
+                use_cache=use_cache,
+                **of_backbone,
+                **kwargs,
+            )
+            kept = keep_logits(outputs.last_hidden_state, logits_to_keep)
+            if labels is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+                loss = self.fused_loss(kept, labels, **kwargs)
+                if loss is not None:
+                    deferred = DeferredLogits(lambda: self.finish_logits(linear(self.lm_head, kept)))
+                    return self.make_output(outputs, loss, deferred, attention_mask)
         logits = self.finish_logits(linear(self.lm_head, kept))
         loss = None
         if labels is not None:
