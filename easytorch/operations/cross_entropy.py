@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from easytorch.kernels.cross_entropy import aten, cpu, fused_linear, native, torch_xla_op
+from easytorch.kernels.interop.torch_func import untraced
 from easytorch.operations.dispatch.base import backend
 from easytorch.operations.dispatch.impl import OperationImpl
 from easytorch.operations.dispatch.registry import OperationRegistry
@@ -103,8 +104,15 @@ class FusedLinearCrossEntropy(ProductImpl):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
-        hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
+        if not self._casts_itself(hidden, options.get("reduction", "mean")):
+            hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)
+
+    def _casts_itself(self, hidden: Tensor, reduction: str) -> bool:
+        """Whether autocast decides the dtype of the products, which the kernel then asks: a weight that is cast out here
+        is kept for the backward pass, and its gradient rounded and widened again, each as large as the weight."""
+        mode = hidden.is_cpu and reduction != "none" and untraced()
+        return mode and self.metadata.runtime_dtype is None and torch.is_autocast_enabled("cpu")
 
     @backend("triton")
     def forward_gpu(
