@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -41,6 +43,7 @@ def shard_fully(
     for module in [*fsdp_groups(model), model]:
         if module not in experts:
             _shard_group(module, mesh, dims, divided)
+    _leave_logits_deferred(model)
 
 
 def shard_dimensions(model: nn.Module, rules: Mapping[str, PartitionSpec], sizes: Mapping[str, int]) -> dict[int, int]:
@@ -74,6 +77,22 @@ def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard],
     kind = type(module).__name__
     replicate(module, mesh=mesh, ignored_params=ignored)
     type(module).__name__ = f"FSDP{kind}"  # the prefix that transformers leaves out of a config's `architectures`
+
+
+def _leave_logits_deferred(model: nn.Module) -> None:
+    """Let FSDP2's hook of the model, which looks for the tensors of its output to see their backward pass begin, pass
+    over logits that are computed when they are read (`left_deferred` of the output): training never reads them, and of
+    a small model with a large vocabulary they took a tenth of a step. The loss and the layers begin that pass."""
+    assert isinstance(model, FSDPModule)
+    state = model._get_fsdp_state()
+    number, hook = state._post_forward_hook_handle.id, state._post_forward
+
+    def post_forward(module: nn.Module, given: Any, output: Any) -> Any:
+        with getattr(output, "left_deferred", nullcontext)():
+            return hook(module, given, output)
+
+    assert number in model._forward_hooks
+    model._forward_hooks[number] = post_forward
 
 
 def fsdp_groups(model: nn.Module) -> list[nn.Module]:

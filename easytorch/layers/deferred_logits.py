@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ class _Deferring:
         made: Any = super()
         made.__post_init__()  # which reads every field
         self.__dict__["_made"] = True
+
+    @contextmanager
+    def left_deferred(self) -> Iterator[None]:
+        """For code that looks through the fields for tensors: `logits` is what it is, and is not computed."""
+        made = self.__dict__.pop("_made", None)
+        try:
+            yield
+        finally:
+            if made is not None:
+                self.__dict__["_made"] = made
 
     def __getitem__(self, key: Any) -> Any:
         output: Any = super()
