@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 
 from easytorch.kernels.cross_entropy import shared_weight
@@ -32,7 +31,7 @@ _scope = _Scope()
 
 
 def sharing(head: nn.Module) -> AbstractContextManager[None]:
-    """For a forward of the backbone and its loss by `head`: embeddings of the head's weight give it that of `of_head`."""
+    """For a forward of the backbone and its loss by `head`: an embedding of its weight gives the weight of `of_head`."""
     weight = head._parameters.get("weight")
     takes = (
         weight is not None

@@ -109,7 +109,7 @@ class FusedLinearCrossEntropy(ProductImpl):
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)
 
     def _casts_itself(self, hidden: Tensor, reduction: str) -> bool:
-        """Whether autocast decides the dtype of the products, which the kernel then asks: a weight that is cast out here
+        """Whether autocast decides the dtype of the products, which the kernel asks itself: a weight that is cast here
         is kept for the backward pass, and its gradient rounded and widened again, each as large as the weight."""
         mode = hidden.is_cpu and reduction != "none" and untraced()
         return mode and self.metadata.runtime_dtype is None and torch.is_autocast_enabled("cpu")

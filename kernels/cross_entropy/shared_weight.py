@@ -1,8 +1,8 @@
 """One weight as an embedding and as the head of a fused loss: the embedding's rows are added to the loss's gradient.
 
 Of a tied weight autograd sums two gradients. The embedding's is as large as the weight, zeros but for the rows of the
-tokens: written, added and freed at the end of the backward pass, where it was the peak of a step's memory. Here one node
-gives both, and adds those rows to the loss's gradient in place.
+tokens: written, added and freed at the end of the backward pass, where it was the peak of a step's memory. Here one
+node gives both, and adds those rows to the loss's gradient in place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from easytorch.kernels.interop.torch_func import batched_by_autograd
 
 
 def embedding_and_weight(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
-    """ids (...), weight (V, D) -> `F.embedding` of them (..., D), and weight (V, D) for one `fused_linear_cross_entropy`
-    and nothing else: its gradient is written to. Differentiable any number of times."""
+    """ids (...), weight (V, D) -> `F.embedding` of them (..., D), and weight (V, D) for one call of
+    `fused_linear_cross_entropy` and nothing else: its gradient is written to. Differentiable any number of times."""
     found: tuple[Tensor, Tensor] = _Shared.apply(weight, ids, -1 if padding_idx is None else padding_idx % len(weight))
     return found
 

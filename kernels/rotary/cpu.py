@@ -76,9 +76,7 @@ class _Turn(torch.autograd.Function):
     definition's. The tables alone are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, level: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, level: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.level = level
         return _turn(query, key, cos, sin, level)

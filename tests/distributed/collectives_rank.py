@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
 
 from easytorch.distributed import fully_sharded
 from easytorch.distributed.gloo import DirectAllGather, DirectReduceScatter
+from easytorch.layers import deferred_logits
+from easytorch.models.llama import LlamaForCausalLM
 from tests.processes import leave_group
 
 
@@ -59,12 +62,42 @@ def layers() -> None:
         assert (found["direct"][key] - wanted).norm() / wanted.norm() < 1e-6, key
 
 
+def outputs() -> None:
+    """FSDP2's hooks do not compute logits that nothing reads; who reads them gets them, and their gradients."""
+    config = LlamaConfig(
+        hidden_size=12, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=15,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    deferred_logits.SMALLEST = 0
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    sharded, ids = copy.deepcopy(model), torch.arange(10)[None]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    fully_sharded.shard_fully(sharded, mesh, {})
+    output = sharded(input_ids=ids, labels=ids)
+    assert output.__dict__["logits"]._tensor is None
+    output.loss.backward()
+    wanted = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(output.loss, wanted.loss)
+    wanted.loss.backward()
+    for (name, one), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)  # type: ignore[union-attr]
+    for one in (sharded, model):
+        one.zero_grad()
+        one(input_ids=ids, labels=ids).logits.square().sum().backward()
+    for (name, one), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)  # type: ignore[union-attr]
+    fully_sharded.undo(sharded)
+    assert not sharded._forward_hooks
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for dtype in (torch.float32, torch.bfloat16):
         collectives(dtype)
     layers()
+    outputs()
     dist.barrier()
     print(f"rank {dist.get_rank()} ok\n", end="", flush=True)
     leave_group()

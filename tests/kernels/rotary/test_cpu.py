@@ -88,6 +88,32 @@ def test_infinities_and_nan_are_the_definitions(level: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_the_definitions(dtype: torch.dtype) -> None:
+    """Tables whose halves differ, heads that turn in part, one input that needs no gradient, and gradients of these."""
+    for turned, needs in ((32, (True, True)), (20, (True, False)), (20, (False, True))):
+        query, key, cos, sin, *upstream = numbers(
+            (2, 5, 4, 32), (2, 5, 2, 32), (1, 5, turned), (1, 5, turned), (2, 5, 4, 32), (2, 5, 2, 32), dtype=dtype
+        )
+        found = []
+        for compute, wide in ((cpu.rotary, False), (native.rotary, True)):
+            given = [x.double() if wide else x.clone() for x in (query, key, cos, sin)]
+            leaves = [x.requires_grad_() for x, need in zip(given[:2], needs, strict=True) if need]
+            turned_query, turned_key = compute(*given)
+            total = sum(
+                (one * way.to(one.dtype)).sum() for one, way in zip((turned_query, turned_key), upstream, strict=True)
+            )
+            first = torch.autograd.grad(total, leaves, retain_graph=True)
+            again = torch.autograd.grad(
+                turned_query.square().sum() + turned_key.square().sum(), leaves, create_graph=True
+            )
+            second = torch.autograd.grad(sum(one.square().sum() for one in again), leaves)
+            found.append((*first, *again, *second))
+        for a, b in zip(*found, strict=True):
+            assert relative_rms_error(a.detach(), b.detach()) <= 4 * TOLERANCE[dtype]
+
+
+@needs_library
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "AVX2", True)
     operation = rotary()
@@ -97,7 +123,10 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert operation.choose(query, key, table, table, interleaved=False).backend == "cpu"
         assert operation.choose(query, key, table, table, interleaved=True).backend == "aten"
         assert operation.choose(query, key, table[0], table[0], offset=0).backend == "aten"
-        assert operation.choose(query.requires_grad_(), key, table, table).backend == "aten"
+        assert operation.choose(query.requires_grad_(), key, table, table).backend == "aten"  # few to learn
+        query, key, table = numbers((2, 64, 16, 32), (2, 64, 2, 32), (1, 64, 32), dtype=dtype)
+        assert operation.choose(query.requires_grad_(), key, table, table).backend == "cpu"
+        assert operation.choose(query, key, table, table.clone().requires_grad_()).backend == "aten"
     query, key, table = numbers((2, 1, 4, 32), (2, 1, 2, 32), (1, 1, 32), dtype=torch.bfloat16)
     assert operation.choose(query, key, table.float(), table.float()).backend == "aten"
     with pytest.raises(ValueError, match="rotary takes"):
@@ -113,7 +142,7 @@ def test_a_forced_call_that_it_does_not_take_is_refused() -> None:
         ((query, query, table, table), {"interleaved": True}, "not pairs"),
         ((query.double(), query.double(), table.double(), table.double()), {}, "float64"),
         ((query.half(), query.half(), table, table), {}, "one dtype"),
-        ((query.clone().requires_grad_(), query, table, table), {}, "no gradient"),
+        ((query, query, table, table.clone().requires_grad_()), {}, "gradients of the tables"),
     ):
         with pytest.raises(UnsupportedOperationError, match=why):
             rotary("cpu")(*given, **options)
