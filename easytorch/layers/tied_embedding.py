@@ -31,7 +31,7 @@ _scope = _Scope()
 
 
 def sharing(head: nn.Module) -> AbstractContextManager[None]:
-    """For a forward of the backbone and its loss by `head`: an embedding of its weight gives the weight of `of_head`."""
+    """For a forward of the backbone and its loss by `head`: an embedding of its weight gives that of `of_head`."""
     weight = head._parameters.get("weight")
     takes = (
         weight is not None
