@@ -82,14 +82,14 @@ class _Turn(torch.autograd.Function):
         return _turn(query, key, cos, sin, level)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         below, above = sin.chunk(2, -1)
         back = torch.cat((-above, -below), -1)
-        if torch.is_grad_enabled() or transforming() or batched_by_autograd(grads[0]):
-            turned = native.rotary(*grads, cos, back)
+        if torch.is_grad_enabled() or transforming() or batched_by_autograd(of_query):
+            turned = native.rotary(of_query, of_key, cos, back)
         else:
-            turned = _turn(*grads, cos, back, ctx.level)
+            turned = _turn(of_query, of_key, cos, back, ctx.level)
         needed = ctx.needs_input_grad[:2]
         return *(one if need else None for one, need in zip(turned, needed, strict=True)), None, None, None
 
