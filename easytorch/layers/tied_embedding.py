@@ -63,12 +63,12 @@ def of_head(weight: Tensor) -> Tensor:
 
 def embed(layer: nn.Module, input_ids: Tensor) -> Tensor:
     """`layer(input_ids)`: (B, T) -> (B, T, D). A layer that is hooked or wrapped is called as a module."""
-    weight = _scope.weight
+    weight = layer._parameters.get("weight")
     if (
         weight is not None
+        and _scope.weight is weight
         and _scope.shared is None
         and type(layer) is nn.Embedding
-        and layer._parameters.get("weight") is weight
         and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None)
         and nn.Embedding.forward is _FORWARD
         and not watched(layer)
