@@ -104,15 +104,17 @@ class FusedLinearCrossEntropy(ProductImpl):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None,
         **options: Unpack[FusedLossOptions],
     ) -> Tensor:  # fmt: skip
-        if not self._casts_itself(hidden, options.get("reduction", "mean")):
+        if not self._casts_itself(hidden, weight, bias, options.get("reduction", "mean")):
             hidden, weight, bias = self.in_product_dtype(hidden, weight, bias)
         return fused_linear.fused_linear_cross_entropy(hidden, weight, labels, bias, **options)
 
-    def _casts_itself(self, hidden: Tensor, reduction: str) -> bool:
+    def _casts_itself(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> bool:
         """Whether autocast decides the dtype of the products, which the kernel asks itself: a weight that is cast here
         is kept for the backward pass, and its gradient rounded and widened again, each as large as the weight."""
-        mode = hidden.is_cpu and reduction != "none" and untraced()
-        return mode and self.metadata.runtime_dtype is None and torch.is_autocast_enabled("cpu")
+        if not hidden.is_cpu or self.metadata.runtime_dtype is not None or not torch.is_autocast_enabled("cpu"):
+            return False
+        one_dtype = all(one is None or one.dtype is hidden.dtype for one in (weight, bias))
+        return one_dtype and reduction != "none" and untraced()
 
     @backend("triton")
     def forward_gpu(
