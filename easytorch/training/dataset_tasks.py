@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from easytorch.protocol.attention_inputs import packed_inputs
+from easytorch.training.adapter import without_adapter
 from easytorch.training.chat import IGNORED
 from easytorch.training.config import TrainingConfig
 from easytorch.training.preferences import dpo_loss, log_probabilities
@@ -112,9 +113,8 @@ class PreferenceTask(DatasetTask):
             return log_probabilities(self.reference, ids, labels)
         training = self.model.training
         self.model.eval()
-        self.model.disable_adapters()
         try:
-            return log_probabilities(self.model, ids, labels)
+            with without_adapter(self.model):
+                return log_probabilities(self.model, ids, labels)
         finally:
-            self.model.enable_adapters()
             self.model.train(training)

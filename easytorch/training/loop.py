@@ -305,7 +305,7 @@ class _Run:
     def _loss(self, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch of rows, a scalar."""
         autocast = torch.autocast(
-            self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"
+            self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype != "float32"
         )
         with autocast:
             loss, self.logged = self.task.loss(module, batch)
@@ -367,7 +367,7 @@ class _Run:
 
     def _introduce(self) -> None:
         assert self.report is not None
-        config, processes, kind = self.config, self.processes, type(self.model)
+        config, processes, kind = self.config, self.processes, self.parallel.original or type(self.model)
         parameters = self.parallel.parameters or sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
             f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "

@@ -17,6 +17,7 @@ from easytorch.distributed.fully_sharded import keep_gathered
 from easytorch.distributed.mesh import make_mesh
 from easytorch.distributed.sharding import data_place, full_tensors, shard_model
 from easytorch.distributed.staged_call import pipeline_of
+from easytorch.training.adapter import add_same_adapter, has_adapter
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.finite import first_nonfinite, nonfinite_parameter
 from easytorch.training.gradients import total_norm
@@ -107,11 +108,38 @@ class ParallelModel:
         torch.manual_seed(seed)
 
     def to_save(self) -> PreTrainedModel:
-        """The unsharded model, with the full weights on the CPU; each process calls this."""
+        """The unsharded model, with the full weights on the CPU; each process calls this. Of one with an adapter, whose
+        files have nothing else, the weights below it have no values."""
         if not self.sharded:
             return self.model
         assert self.original is not None
-        return unsharded(self.model, self.original, full_tensors(self.model))
+        if not has_adapter(self.model):
+            return unsharded(self.model, self.original, full_tensors(self.model))
+        found, adapter = self.outline(), full_tensors(self.model, trained=True)
+        assert adapter.keys() == {name for name, one in found.named_parameters() if one.requires_grad}
+        found.load_state_dict(adapter, strict=False, assign=True)
+        return found
+
+    def outline(self) -> PreTrainedModel:
+        """The unsharded model, its tensors of their shapes without their memory, for functions that refuse the meta
+        device: fused optimizers, `save_pretrained`."""
+        assert self.original is not None
+        with torch.device("meta"):
+            found = self.original(self.model.config)
+        if has_adapter(self.model):
+            add_same_adapter(found, self.model)
+        for module in found.modules():
+            for name, one in module._parameters.items():
+                if one is not None:
+                    module._parameters[name] = nn.Parameter(_of_one_number(one), requires_grad=one.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _of_one_number(buffer)
+        return found
+
+
+def _of_one_number(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def unsharded(

@@ -27,6 +27,7 @@ from easytorch.training.data import TokenBlocks, read_texts, split_blocks, token
 from easytorch.training.disk import named_os_errors
 from easytorch.training.examples import Examples
 from easytorch.training.finite import nonfinite_parameter
+from easytorch.training.float8 import check_float8
 from easytorch.training.optimizers import check_installed
 from easytorch.training.processes import find_device
 from easytorch.training.report import check_tensorboard
@@ -57,6 +58,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     config.share(processes)
     check_installed(config.optimizer)
     device = find_device(config.device)
+    if config.dtype == "float8":
+        check_float8(device)
     checkpoint = find_checkpoint(config)
     check_tensorboard(config)
     texts = read_texts(config.text) if config.dataset is None else []
