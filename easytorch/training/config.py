@@ -23,6 +23,7 @@ CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("auto", "cpu", "cuda", "xla")
 ON_NONFINITE = ("stop", "skip")
 RESHARDING = ("auto", "always", "never")
+UNEVEN = ("error", "replicate")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
 MESH_AXES = (*DATA, "pp", "sp", "tp")
 
@@ -30,7 +31,7 @@ MESH_AXES = (*DATA, "pp", "sp", "tp")
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
     "checkpoint_format", "async_checkpoint", "activation_checkpointing", "activation_checkpointing_every",
-    "reshard_after_forward", "tensorboard", "timeout",
+    "reshard_after_forward", "tensorboard", "timeout", "uneven",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -117,6 +118,8 @@ class TrainingConfig:
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer, and
         "pp" the layers into stages; one size may be -1, the rest. None means "dp=-1".
+    uneven: sizes that do not divide over "tp" or "ep" are an error ("error"), or each process has them in full
+        ("replicate").
     reshard_after_forward: of "fsdp", whether each layer's full weights are freed after its forward and gathered again
         for its backward ("always"), or kept in between ("never"), for memory of all layers' weights. "auto" is "never"
         on a CPU, where gathering takes the processor from the computation, else "always".
@@ -175,6 +178,7 @@ class TrainingConfig:
     async_checkpoint: bool = False
     tensorboard: bool = False
     mesh: str | None = None
+    uneven: str = "error"
     reshard_after_forward: str = "auto"
     timeout: int = 1800
     on_nonfinite: str = "stop"
@@ -237,6 +241,7 @@ class TrainingConfig:
             raise ValueError(f"{flag('async_checkpoint')} requires {flag('checkpoint_format')} sharded or auto")
         known = f"one of {', '.join(RESHARDING)}"
         self._require("reshard_after_forward", self.reshard_after_forward in RESHARDING, known)
+        self._require("uneven", self.uneven in UNEVEN, f"one of {', '.join(UNEVEN)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
         if self.dtype == "float8" and self.lora is not None:
             raise ValueError(f"{flag('dtype')} float8 is for training all weights: with {flag('lora')} take bfloat16")

@@ -96,9 +96,10 @@ class PreferenceTask(DatasetTask):
 
     def shard(self, mesh: Any) -> None:
         from easytorch.distributed.sharding import shard_model
+        from easytorch.training.parallel import uneven_of
 
         if self.reference is not None:
-            shard_model(self.reference, mesh=mesh)
+            shard_model(self.reference, mesh=mesh, uneven=uneven_of(self.config))
 
     def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         ids, labels = (torch.cat([batch[f"chosen_{one}"], batch[f"rejected_{one}"]]) for one in ("input_ids", "labels"))

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from easytorch.distributed.fully_sharded import keep_gathered
 from easytorch.distributed.mesh import make_mesh
-from easytorch.distributed.sharding import data_place, full_tensors, shard_model
+from easytorch.distributed.sharding import Uneven, data_place, full_tensors, shard_model
 from easytorch.distributed.staged_call import pipeline_of
 from easytorch.training.adapter import add_same_adapter, has_adapter
 from easytorch.training.config import TrainingConfig, flag
@@ -175,7 +175,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     original, wrong = type(model), None
     try:
-        shard_model(model, mesh=mesh)
+        shard_model(model, mesh=mesh, uneven=uneven_of(config))
         if not reshards(config, processes.device):
             keep_gathered(model)
         task.shard(mesh)
@@ -189,6 +189,10 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         model, model, place, places, sharded=True, tokens=tokens, original=original, parameters=parameters,
         pipeline=pipeline_of(model),
     )  # fmt: skip
+
+
+def uneven_of(config: TrainingConfig) -> Uneven:
+    return "replicate" if config.uneven == "replicate" else "error"
 
 
 def reshards(config: TrainingConfig, device: torch.device) -> bool:

@@ -108,7 +108,7 @@ def _check_trainable(model: PreTrainedConfig, config: TrainingConfig, processes:
         try:
             if config.device == "xla":
                 xla_spmd.check_axes(axes)
-            check_sharding(outline, axes)
+            check_sharding(outline, axes, replicate=config.uneven == "replicate")
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"{flag('mesh')} {config.mesh}: {error}") from error
     if (why := causal.refusal(model)) is not None:

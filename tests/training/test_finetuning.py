@@ -263,7 +263,8 @@ with joined(torch.device("cpu")) as processes:
 
 
 def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, pretrained, tmp_path):
-    """As by one process: with sp and pp, whose checkpoint is full too, gathered from the stages."""
+    """As by one process: with sp, with pp, whose checkpoint is full too, gathered from the stages, and with tp, over
+    which the one head of keys does not divide, and attention is each process's."""
     model = {
         "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -271,9 +272,13 @@ def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, 
     alone = finetuning("sft", "alone", model=model, tokenizer=str(pretrained), micro_batch_size=2)
     train(alone)
     runs = {
-        name: dataclasses.replace(alone, output=str(tmp_path / name), mesh=mesh, checkpoint_format=kind)
-        for name, mesh, kind in (("sp", "sp=2", "auto"), ("pp", "pp=2", "full"))
-    }
+        name: dataclasses.replace(alone, output=str(tmp_path / name), mesh=mesh, checkpoint_format=kind, uneven=uneven)
+        for name, mesh, kind, uneven in (
+            ("sp", "sp=2", "auto", "error"), ("pp", "pp=2", "full", "error"), ("tp", "tp=2", "auto", "replicate"),
+        )
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="num_key_value_heads=1 does not divide over 2 ranks"):
+        check_inputs(dataclasses.replace(runs["tp"], uneven="error"), 2)
     for name, config in runs.items():
         config.save(tmp_path / f"{name}.json")
     (tmp_path / "rank.py").write_text(OVER_MESHES)
