@@ -169,7 +169,7 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     if all(size == 1 for name, size in axes.items() if name != "dp"):
         module = _replicated(model, task, processes)
         return ParallelModel(model, module, processes.rank, processes.world, tokens=processes.rank)
-    mesh = processes.mesh = make_mesh(axes, processes.device.type)
+    mesh = processes.mesh = make_mesh(axes, processes.device.type, timeout=processes.timeout)
     place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

@@ -131,10 +131,6 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
     """The tokenizer and the tokenized text, in the folder of `made_data`; one process makes them."""
-    from transformers.utils import logging
-
-    # transformers draws a bar for each save and load; this run has one of its own.
-    logging.disable_progress_bar()
     folder = data_folder(config)
     source = checkpoint or (config.model if isinstance(config.model, str) else config.tokenizer)
     if source is None and config.dataset is not None:
@@ -196,6 +192,10 @@ def _strings(value: Any) -> Iterator[str]:
 def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     """The files of `write_data`, read in every process."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    # transformers draws a bar for each save and load of each process; this run has one of its own.
+    logging.disable_progress_bar()
 
     folder = data_folder(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
