@@ -77,23 +77,23 @@ def train(config: TrainingConfig) -> TrainingResult:
 
 def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
     """`train`, in processes that have joined already."""
-    with kept_memory() as keep_memory:
+    with kept_memory() as keep_memory, ExitStack() as held:
         with processes.one_failure(), ExitStack() as undone:
-            run = _prepare(processes, config, undone)
+            run = _prepare(processes, config, undone, held)
         processes.limit_waiting()  # the mesh has made groups
         return run.run(keep_memory)
 
 
-def _prepare(processes: Processes, config: TrainingConfig, undone: ExitStack) -> _Run:
+def _prepare(processes: Processes, config: TrainingConfig, undone: ExitStack, held: ExitStack) -> _Run:
     """Inputs, model, optimizer and the progress of a checkpoint, in every process.
 
-    undone: receives what an error, here or in another process, takes back.
+    undone: receives what an error, here or in another process, takes back; held: what lasts until the run ends.
     """
     settings: dict[str, Any] = {}
     with processes.together():
         checkpoint = find_checkpoint(config)
         if processes.first:
-            settings = _make_inputs(config, processes.world, checkpoint, undone)
+            settings = _make_inputs(config, processes.world, checkpoint, undone, held)
     with processes.together():
         tokenizer, task = read_task(config)
         device = processes.device_of_new_models
@@ -119,12 +119,14 @@ def dropout_seed(seed: int, step: int, place: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63
 
 
-def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None, undone: ExitStack) -> dict[str, Any]:
+def _make_inputs(
+    config: TrainingConfig, processes: int, checkpoint: Path | None, undone: ExitStack, held: ExitStack
+) -> dict[str, Any]:
     """Check the inputs, print notes, write tokenizer and tokens; returns the settings that a checkpoint stores."""
     inputs = check_inputs(config, processes)
     for note in inputs.notes:
         print(note, flush=True)
-    undone.enter_context(made_data(config))
+    undone.enter_context(made_data(config, held))
     write_data(config, inputs.texts, checkpoint)
     return inputs.settings
 

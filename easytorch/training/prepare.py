@@ -6,7 +6,7 @@ import copy
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,7 @@ from easytorch.training.examples import Examples
 from easytorch.training.finite import nonfinite_parameter
 from easytorch.training.float8 import check_float8
 from easytorch.training.optimizers import check_installed
+from easytorch.training.output_lock import only_run
 from easytorch.training.processes import find_device
 from easytorch.training.report import check_tensorboard
 from easytorch.training.resume import check_same, fingerprint, stored_settings
@@ -153,14 +154,17 @@ def data_folder(config: TrainingConfig) -> Path:
 
 
 @contextmanager
-def made_data(config: TrainingConfig) -> Iterator[None]:
+def made_data(config: TrainingConfig, held: ExitStack) -> Iterator[None]:
     """Makes the folder `data` of the output, around the preparation of a run: an error removes it, and those above that
-    were made for it, where they were not there before."""
+    were made for it, where they were not there before. held: keeps other runs out of the output until it is closed."""
     folder = data_folder(config)
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     with named_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(only_run(folder.parent))
     try:
+        with named_os_errors(folder):
+            folder.mkdir(exist_ok=True)
         yield
     except BaseException:
         if made:
