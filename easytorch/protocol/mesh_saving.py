@@ -35,7 +35,12 @@ def is_sharded(model: Any) -> bool:
 
 
 def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `save_sharded` takes a call of `save_pretrained` with these arguments."""
+    """Whether `save_sharded` takes a call of `save_pretrained` with these arguments.
+
+    A `state_dict` of full tensors is written by the rank that has it, as transformers does: the others need not call.
+    `ValueError` for one of shards.
+    """
+    _check_full(model, kwargs.get("state_dict"))
     if kwargs.get("to", "torch") != "torch":
         return True
     # transformers writes a quantizer's own tensors in the place of those that are cast
@@ -43,6 +48,15 @@ def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
         getattr(model, "hf_quantizer", None), EasyTorchQuantizer
     )
     return kwargs.get("state_dict") is None and (cast or is_sharded(model))
+
+
+def _check_full(model: Any, state_dict: Any) -> None:
+    shards = [name for name, one in (state_dict or {}).items() if hasattr(one, "full_tensor")]
+    if shards and is_sharded(model):
+        raise ValueError(
+            f"state_dict has this rank's shard of {shards[0]}: leave it out, and all ranks write the model together, or "
+            f"give full tensors"
+        )
 
 
 def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:

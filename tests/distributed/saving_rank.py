@@ -56,6 +56,12 @@ def check_shards(model: Any, folder: Path) -> None:
         assert "distributed_checkpoint does not go with push_to_hub" in str(error), error
     else:
         raise AssertionError("shards were uploaded")
+    try:
+        model.save_pretrained(folder, state_dict=model.state_dict())
+    except ValueError as error:
+        assert "state_dict has this rank's shard of model." in str(error), error
+    else:
+        raise AssertionError("a shard was written for a tensor")
 
 
 # (family, bits, pattern of an adapter's layers, mesh): their files too are those of one process
