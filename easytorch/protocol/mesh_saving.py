@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from easytorch.distributed.gathering import Gathering, Request
 from easytorch.distributed.sharding import mesh_of
+from easytorch.distributed.staged_call import pipeline_of
 from easytorch.distributed.together import by_first, cpu_group, own_errors, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
@@ -51,11 +52,16 @@ def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _check_full(model: Any, state_dict: Any) -> None:
-    shards = [name for name, one in (state_dict or {}).items() if hasattr(one, "full_tensor")]
-    if shards and is_sharded(model):
+    if not state_dict or not is_sharded(model):
+        return
+    shards = [name for name, one in state_dict.items() if hasattr(one, "full_tensor")]
+    part = f"shard of {shards[0]}" if shards else None
+    if part is None and pipeline_of(model) is not None and state_dict.keys() <= model.state_dict().keys():
+        part = "stage"
+    if part is not None:
         raise ValueError(
-            f"state_dict has this rank's shard of {shards[0]}: leave it out, and all ranks write the model together, or "
-            f"give full tensors"
+            f"state_dict has this rank's {part} alone: leave it out, and all ranks write the model together, or give "
+            f"full tensors"
         )
 
 
