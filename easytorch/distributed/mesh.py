@@ -77,7 +77,8 @@ def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu", *, timeou
     own: dict[int | str, Any] = {}
     if timeout is not None and device_type == "cpu" and sizes.get("pp", 1) > 1:
         # gloo takes the limit of messages when the group is made, and later ones for collectives alone
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         own["pp"] = "gloo", options
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
