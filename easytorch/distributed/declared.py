@@ -66,7 +66,7 @@ def _on_mesh(spec: PartitionSpec, sizes: Iterable[str]) -> PartitionSpec:
 def expanded_plan(model: nn.Module, kind: str) -> dict[str, str]:
     """Module or parameter name -> style, of every layer, by both names of a tied weight; empty where none is declared.
 
-    kind: "tp_plan" or "ep_plan". A module's parameters stand before it.
+    kind: "tp_plan" or "ep_plan". A module's parameters stand before it, and weights in few bits, which are none.
     """
     plan = getattr(model, kind, None) or {}
     found: dict[str, str] = {}
@@ -74,13 +74,19 @@ def expanded_plan(model: nn.Module, kind: str) -> dict[str, str]:
         return found
     for name, module in model.named_modules():
         own = plan.get(generic_name(name))
-        for key, _ in module.named_parameters(recurse=False):
+        for key in (*(key for key, _ in module.named_parameters(recurse=False)), *coded_weights(module)):
             full = f"{name}.{key}" if name else key
             if (style := plan.get(generic_name(full), own)) is not None:
                 found[full] = style
         if own is not None:
             found[name] = own
     return found
+
+
+def coded_weights(module: nn.Module) -> dict[str, Any]:
+    """Name of a weight -> its `CodedWeight`, of a module whose weights are codes of few bits."""
+    found: Any = getattr(module, "coded_weights", None)
+    return {} if found is None else found()
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from easytorch.distributed.declared import DISPATCHED, STACKED, expanded_plan, generic_name
 from easytorch.distributed.specs import PartitionSpec, axis_names
-from easytorch.distributed.tensor_parallel import Read, read_through
+from easytorch.distributed.tensor_parallel import Read, own_part, read_through
 from easytorch.kernels.grouped_matmul.routing import combine_experts, rows_of_experts, sort_by_expert
 
 AXIS = "ep"
@@ -150,7 +150,7 @@ def _divide(module: Any, mesh: DeviceMesh, experts: int, size: int) -> None:
             reads[key] = _own_experts(tensor_parallel, 1.0 / size)
         else:
             module._buffers[key] = shard
-            reads[key] = _own_part
+            reads[key] = own_part
     module.num_experts = experts // size
     read_through(module, reads)
     _dispatch(module, ranks.get_group(), size)
@@ -164,7 +164,7 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
     """
 
     def read(parameter: Tensor) -> Tensor:
-        local: Tensor = _Scaled.apply(_own_part(parameter), factor)  # type: ignore[no-untyped-call]
+        local: Tensor = _Scaled.apply(own_part(parameter), factor)  # type: ignore[no-untyped-call]
         if tensor_parallel is None:
             return local
         shape = torch.Size((local.shape[0], *parameter.shape[1:]))
@@ -175,11 +175,6 @@ def _own_experts(tensor_parallel: DTensor | None, factor: float) -> Read:
         return placed
 
     return read
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 def _dispatch(module: Any, group: dist.ProcessGroup, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,10 +57,12 @@ def parse_axes(axes: str | Mapping[str, int], devices: int) -> dict[str, int]:
     return {name: devices // named if given[name] == -1 else given[name] for name in AXES if name in given}
 
 
-def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Any:
+def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu", *, timeout: float | None = None) -> Any:
     """The `DeviceMesh` of all ranks of the process group; each of them calls this. axes: as `parse_axes` takes them.
 
     device_type: "xla" is the torch_xla `Mesh` of all devices, over which this one process computes by SPMD.
+    timeout: seconds that a stage of "pp" waits for a message of another over gloo; None waits as long as the process
+    group's collectives did when it was made.
     """
     if not isinstance(axes, str | Mapping):
         raise TypeError(f"axes must be a text as 'fsdp=-1,tp=2', or a mapping of names to sizes, not {axes!r}")
@@ -71,7 +74,14 @@ def make_mesh(axes: str | Mapping[str, int], device_type: str = "cpu") -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = parse_axes(axes, dist.get_world_size())
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    own: dict[int | str, Any] = {}
+    if timeout is not None and device_type == "cpu" and sizes.get("pp", 1) > 1:
+        # gloo takes the limit of messages when the group is made, and later ones for collectives alone
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        own["pp"] = "gloo", options
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
 
 
 def without_axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:

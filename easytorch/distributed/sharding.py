@@ -130,18 +130,22 @@ def gather_model(model: nn.Module, partition_rules: PartitionRules | None = None
     return model
 
 
-def full_tensors(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+def full_tensors(model: nn.Module, *, keep: bool = True, trained: bool = False) -> dict[str, torch.Tensor]:
     """The state dict with full tensors on the CPU, gathered one at a time; tied weights stay one tensor.
 
     Each rank calls this; FSDP2 frees what an evaluation has left gathered when it is asked for a state dict.
     Of a model that is divided into stages they are those of all stages.
-    keep: False on a rank that only takes part, whose tensors are empty.
+    keep: False on a rank that only takes part, whose tensors are empty. trained: of the parameters alone that are not
+    frozen.
     """
+    own = model.state_dict(keep_vars=True)
+    if trained:
+        own = {name: value for name, value in own.items() if value.requires_grad}
     if (pipeline := staged_call.pipeline_of(model)) is not None:
-        return pipeline.gathered(model.state_dict(keep_vars=True), keep=keep)
+        return pipeline.gathered(own, keep=keep)
     full: dict[int, torch.Tensor] = {}
     state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in own.items():
         if id(value) not in full:
             gathered: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
             full[id(value)] = gathered.detach().cpu() if keep else torch.empty(0)

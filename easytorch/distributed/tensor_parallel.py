@@ -7,7 +7,7 @@ from its style: it is redistributed where it is read.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from easytorch.distributed.declared import by_style, expanded_plan, first_names
+from easytorch.distributed.declared import by_style, coded_weights, expanded_plan, first_names
 from easytorch.distributed.specs import PartitionSpec, axis_names, uneven_dimension
 
 AXIS = "tp"
@@ -43,11 +43,15 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
     stored = stored_dimensions(model, rules)
     plan = dividing_plan(model, expanded_plan(model, "tp_plan"), stored, size, replicate)
     if replicate:
-        stored = {name: None if _uneven(model, name, dim, 1, size) else dim for name, dim in stored.items()}
+        stored = {
+            name: None if _uneven(name, model.get_parameter(name).shape, dim, 1, size) else dim
+            for name, dim in stored.items()
+        }
     # by the names that the model's modules and parameters have: a tied weight has one of its two
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     reads: dict[str, dict[str, Read]] = {}
     _store(model, ranks, plan, stored, reads)
+    coded = _divide_codes(model, ranks, plan)
     for name, style in plan.items():
         if style == _PARTIAL_GRADIENT and name in modules:
             # transformers reduces the accumulated gradient: a second backward pass would reduce that of the first again
@@ -67,7 +71,7 @@ def parallelize(model: nn.Module, ranks: DeviceMesh, rules: Mapping[str, Partiti
         tie()
     # how transformers' caches know the heads of a rank
     model.__dict__.update(_tp_size=size, _device_mesh=ranks)
-    model.__dict__[_APPLIED] = tuple(dict.fromkeys([*(name for name in styles if name in modules), *reads]))
+    model.__dict__[_APPLIED] = tuple(dict.fromkeys([*(name for name in styles if name in modules), *reads, *coded]))
 
 
 def undo(model: nn.Module) -> None:
@@ -126,6 +130,50 @@ def _store(
         reads.setdefault(module, {})[key] = _redistributing(wanted, plain=plain)
 
 
+def _divide_codes(model: nn.Module, ranks: DeviceMesh, plan: Mapping[str, str]) -> list[str]:
+    """Divide weights in few bits as the plan divides their weights; the modules that have them, by name."""
+    divided = []
+    for name, module in list(model.named_modules()):
+        shapes, reads = dict[str, tuple[int, ...]](), dict[str, Read]()
+        for weight, coded in coded_weights(module).items():
+            dim, parts = by_style(plan.get(f"{name}.{weight}"), len(coded.shape))
+            if dim is None:
+                continue
+            own = list(coded.shape)
+            own[dim] //= ranks.size()
+            shapes[weight] = tuple(own)
+            for key, dims in coded.buffers.items():
+                along = dims[dim]
+                if along is None:
+                    continue
+                placement: Placement = Shard(along) if parts == 1 else _StridedShard(along, split_factor=parts)
+                full = module._buffers[key]
+                assert full is not None
+                module._buffers[key] = distribute_tensor(full, ranks, [placement], src_data_rank=None)
+                reads[key] = own_part
+        if shapes:
+            _with_shapes(module, shapes)
+            read_through(module, reads)
+            divided.append(name)
+    return divided
+
+
+def _with_shapes(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with module.with_shapes(shapes):
+            return forward(*args, **kwargs)
+
+    module.forward = call
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
 def _redistributing(wanted: Placement, *, plain: bool) -> Read:
     def read(parameter: Tensor) -> Tensor:
         found = parameter.redistribute(placements=[wanted])  # type: ignore[attr-defined]
@@ -177,10 +225,15 @@ def read_through(module: nn.Module, reads: Mapping[str, Read]) -> None:
     module.forward = call
 
 
-def checked_plan(model: nn.Module, size: int, rules: Mapping[str, PartitionSpec], *, replicate: bool) -> dict[str, str]:
+def checked_plan(
+    model: nn.Module, size: int, rules: Mapping[str, PartitionSpec], *, replicate: bool, codes: bool = True
+) -> dict[str, str]:
     """`dividing_plan` of what the model declares; `NotImplementedError` where nothing is to be sharded by it or by
-    rules."""
+    rules. codes: weights in few bits are divided too."""
     plan, stored = expanded_plan(model, "tp_plan"), stored_dimensions(model, rules)
+    if not codes:
+        left = _coded(model)
+        plan = {name: style for name, style in plan.items() if name not in left}
     if not plan and not any(dim is not None for dim in stored.values()):
         raise NotImplementedError(
             f"{type(model).__name__} declares no tensor parallel plan: its tp_plan is empty; give partition_rules"
@@ -191,21 +244,25 @@ def checked_plan(model: nn.Module, size: int, rules: Mapping[str, PartitionSpec]
             f"{adapted} has an adapter, which is not divided over tp: merge it (unwrap_lora_to_layers), or shard the "
             "model over dp and fsdp"
         )
-    return dividing_plan(model, plan, stored, size, replicate)
+    return dividing_plan(model, plan, stored, size, replicate, codes=codes)
 
 
 def dividing_plan(
-    model: nn.Module, plan: dict[str, str], stored: Mapping[str, int | None], size: int, replicate: bool
-) -> dict[str, str]:
+    model: nn.Module, plan: dict[str, str], stored: Mapping[str, int | None], size: int, replicate: bool,
+    *, codes: bool = True,
+) -> dict[str, str]:  # fmt: skip
     """The plan without the modules whose sizes do not divide over the ranks, which are an error without `replicate`."""
     dropped: set[str] = set()
-    block_of = _blocks(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    block_of, coded = _blocks(model), _coded(model) if codes else {}
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+    for name, shape in (shapes | {name: one.shape for name, one in coded.items()}).items():
         block = block_of[name]
-        dim, parts = by_style(plan.get(name), parameter.ndim)
-        why = _heads(model, block, plan, size) or _uneven(model, name, dim, parts, size)
+        dim, parts = by_style(plan.get(name), len(shape))
+        why = _heads(model, block, plan, size) or _uneven(name, shape, dim, parts, size)
+        if why is None and name in coded and dim == coded[name].columns:
+            why = _splits_groups(name, coded[name], size)
         if why is None and not replicate:
-            why = _uneven(model, name, stored.get(name), 1, size)
+            why = _uneven(name, shape, stored.get(name), 1, size)
         if why is not None and not replicate:
             raise ValueError(f"{why}; uneven='replicate' replicates it on every rank")
         if why is not None:
@@ -218,9 +275,11 @@ def _blocks(model: nn.Module) -> dict[str, str]:
     experts, or an embedding or head alone."""
     found = {}
     for name, module in model.named_modules():
-        own = [f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)]
+        shapes = {key: one.shape for key, one in module.named_parameters(recurse=False)}
+        shapes |= {key: one.shape for key, one in coded_weights(module).items()}
+        own = [f"{name}.{key}" if name else key for key in shapes]
         alone = isinstance(module, nn.Embedding) or "." not in name or any(True for _ in module.children())
-        stacked = any(one.ndim > 2 for one in module.parameters(recurse=False))
+        stacked = any(len(shape) > 2 for shape in shapes.values())
         block = name if alone or stacked else name.rpartition(".")[0]
         found.update(dict.fromkeys([name, *own], block))
     for name, _ in model.named_parameters(remove_duplicate=False):  # a tied weight's other names
@@ -241,11 +300,31 @@ def _heads(model: nn.Module, block: str, plan: Mapping[str, str], size: int) -> 
     return None
 
 
-def _uneven(model: nn.Module, name: str, dim: int | None, parts: int, size: int) -> str | None:
-    """Why the parameter cannot be sharded on this dimension, with the sizes that could be; None where it can."""
+def _coded(model: nn.Module) -> dict[str, Any]:
+    """Name -> the `CodedWeight` of each weight in few bits."""
+    modules = model.named_modules()
+    return {f"{name}.{weight}": one for name, module in modules for weight, one in coded_weights(module).items()}
+
+
+def _splits_groups(name: str, coded: Any, size: int) -> str | None:
+    """Why codes cannot be sharded by columns; None where they can."""
+    columns, unit = coded.shape[coded.columns], coded.unit
+    if columns % (size * unit) == 0:
+        return None
+    fit = [str(one) for one in range(1, columns // unit + 1) if columns % (one * unit) == 0]
+    sizes = f"take one of {', '.join(fit)}" if fit else "none does"
+    return (
+        f"{name}: its {columns} columns do not divide over {size} ranks by the {unit} that share a scale or a byte: "
+        f"{sizes}"
+    )
+
+
+def _uneven(name: str, given: Sequence[int], dim: int | None, parts: int, size: int) -> str | None:
+    """Why a parameter of that shape cannot be sharded on this dimension, with the sizes that could be; None where it
+    can."""
     if dim is None:
         return None
-    shape = list(model.get_parameter(name).shape)
+    shape = list(given)
     if shape[dim] % parts == 0:
         shape[dim] //= parts
     spec = tuple(AXIS if index == dim else None for index in range(len(shape)))

@@ -197,7 +197,7 @@ def _specs(
         }
     if sizes.get(AXIS, 1) == 1:
         return specs, set()
-    kept = checked_plan(model, sizes[AXIS], rules, replicate=replicate)
+    kept = checked_plan(model, sizes[AXIS], rules, replicate=replicate, codes=False)
     whole = expanded_plan(model, "tp_plan").keys() - kept.keys()
     dropped = whole - rules.keys()
     return {name: without_axes(spec, (AXIS,)) if name in dropped else spec for name, spec in specs.items()}, whole

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from easytorch.kernels.interop.torch_func import eager
 from easytorch.kernels.quantized_matmul import cpu, cpu_layout
-from easytorch.kernels.quantized_matmul.formats import storage
+from easytorch.kernels.quantized_matmul.formats import FORMATS, storage
+from easytorch.kernels.quantized_matmul.gguf_blocks import BLOCKS
 from easytorch.kernels.quantized_matmul.weight import QuantizedWeight
 from easytorch.layers.linear import watched
 from easytorch.layers.quantized_formats import FormatSettings, quantize_weight
@@ -19,6 +22,17 @@ from easytorch.operations import OperationRegistry
 
 _OPERATION = OperationRegistry.create("quantized_matmul")
 _PARTS = ("codes", "scale_bits", "zero")
+
+
+class CodedWeight(NamedTuple):
+    """How a weight in few bits may be divided. shape: of the weight. columns: its dimension that groups go along; unit:
+    how many columns stay together. buffers: name -> for each dimension of the weight the buffer's that is divided with
+    it; None where the buffer has the same for all of it."""
+
+    shape: tuple[int, ...]
+    columns: int
+    unit: int
+    buffers: dict[str, tuple[int | None, ...]]
 
 
 class DecodedWeight(Tensor):
@@ -164,6 +178,24 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.settings}"
 
+    # how transformers' styles of tensor parallelism know that the layer computes with its own part of the codes
+    _hf_quantized_needs_local_tp = True
+
+    def coded_weights(self) -> dict[str, CodedWeight]:
+        shape = (self.out_features, self.in_features)
+        parts = {f"weight_{part}": self._buffers.get(f"weight_{part}") for part in _PARTS}
+        return {"weight": _coded(parts, shape, (0, 1), self.settings)}
+
+    @contextlib.contextmanager
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+        """Within it the buffers are those of a weight of that shape."""
+        kept = self.out_features, self.in_features
+        self.out_features, self.in_features = shapes["weight"]
+        try:
+            yield
+        finally:
+            self.out_features, self.in_features = kept
+
 
 class QuantizedStacks(nn.Module):
     """Mixed in before a class of experts: its stacks of weights (E, N, K), or (E, K, N), are codes.
@@ -194,6 +226,24 @@ class QuantizedStacks(nn.Module):
         """The buffers (E, ...) of codes -> the stack that they are of."""
         names = {f"{part}_{name}": name for name in self.stacks for part in _PARTS}
         return {buffer: name for buffer, name in names.items() if self._buffers.get(buffer) is not None}
+
+    def coded_weights(self) -> dict[str, CodedWeight]:
+        found = {}
+        for name, (shape, transposed) in self.stacks.items():
+            parts = {f"{part}_{name}": self._buffers.get(f"{part}_{name}") for part in _PARTS}
+            dims = (0, 2, 1) if transposed else (0, 1, 2)
+            found[name] = _coded(parts, tuple(shape), dims, self.settings[name])
+        return found
+
+    @contextlib.contextmanager
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+        """Within it the buffers are those of stacks of these shapes."""
+        kept = self.stacks
+        self.stacks = kept | {name: (torch.Size(shape), kept[name][1]) for name, shape in shapes.items()}
+        try:
+            yield
+        finally:
+            self.stacks = kept
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is made at run time: pickle finds none under its name
@@ -262,6 +312,23 @@ def _built(parts: dict[str, Tensor], settings: FormatSettings, shape: tuple[int,
     data = parts["codes"].view(storage(settings.storage, shape[1])[1])
     scale = parts["scale_bits"].view(torch.float32)
     return QuantizedWeight(data, scale, parts.get("zero"), settings.storage, shape, settings.columns(shape[1]))
+
+
+def _coded(
+    parts: Mapping[str, Tensor | None], shape: tuple[int, ...], dims: tuple[int, ...], settings: FormatSettings
+) -> CodedWeight:
+    """parts: buffer -> tensor. dims: of the buffers, for each dimension of the weight; the last of them is columns'."""
+    columns = dims.index(len(shape) - 1)
+    width, tensors = shape[columns], {name: one for name, one in parts.items() if one is not None}
+    groups = max(one.shape[-1] for name, one in tensors.items() if "scale_bits" in name)
+    if settings.ordered:  # each column of the codes takes any of the input's
+        unit = width
+    elif settings.format in BLOCKS:
+        unit = BLOCKS[settings.format].columns
+    else:
+        unit = settings.columns(width) if groups > 1 else 2 if FORMATS[settings.storage].packed else 1
+    buffers = {name: tuple(dim if one.shape[dim] > 1 else None for dim in dims) for name, one in tensors.items()}
+    return CodedWeight(shape, columns, unit, buffers)
 
 
 def separate_codes(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from easytorch.distributed.gathering import Gathering, Request
 from easytorch.distributed.sharding import mesh_of
+from easytorch.distributed.staged_call import pipeline_of
 from easytorch.distributed.together import by_first, cpu_group, own_errors, together
 from easytorch.distributed.xla_spmd import is_spmd_mesh
 from easytorch.layers.quantized import is_quantized
@@ -35,7 +36,12 @@ def is_sharded(model: Any) -> bool:
 
 
 def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `save_sharded` takes a call of `save_pretrained` with these arguments."""
+    """Whether `save_sharded` takes a call of `save_pretrained` with these arguments.
+
+    A `state_dict` of full tensors is written by the rank that has it, as transformers does: the others need not call.
+    `ValueError` for one of shards.
+    """
+    _check_full(model, kwargs.get("state_dict"))
     if kwargs.get("to", "torch") != "torch":
         return True
     # transformers writes a quantizer's own tensors in the place of those that are cast
@@ -43,6 +49,20 @@ def by_ranks(model: Any, kwargs: dict[str, Any]) -> bool:
         getattr(model, "hf_quantizer", None), EasyTorchQuantizer
     )
     return kwargs.get("state_dict") is None and (cast or is_sharded(model))
+
+
+def _check_full(model: Any, state_dict: Any) -> None:
+    if not state_dict or not is_sharded(model):
+        return
+    shards = [name for name, one in state_dict.items() if hasattr(one, "full_tensor")]
+    part = f"shard of {shards[0]}" if shards else None
+    if part is None and pipeline_of(model) is not None and state_dict.keys() <= model.state_dict().keys():
+        part = "stage"
+    if part is not None:
+        raise ValueError(
+            f"state_dict has this rank's {part} alone: leave it out, and all ranks write the model together, or give "
+            f"full tensors"
+        )
 
 
 def save_foreign(model: Any, save_directory: Any, **kwargs: Any) -> Any:

@@ -9,16 +9,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from easytorch.training.config import TrainingConfig, flag
+from easytorch.training.float8 import use_float8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm")
 
 
 def checkpoint_and_compile(model: PreTrainedModel, config: TrainingConfig) -> None:
-    """What the config asks for of both, before the model is sharded: the layer that is computed again is the compiled
-    one, and FSDP2 gathers it around both."""
+    """What the config asks for of both, and of products in float8, before the model is sharded: the layer that is
+    computed again is the compiled one, and FSDP2 gathers it around both."""
+    if config.dtype == "float8":
+        use_float8(model)
     if config.activation_checkpointing != "none":
         checkpoint_activations(model, config)
     if config.compile:

@@ -5,6 +5,9 @@ The protocol is imported where it is used: it takes as long as torch, and runs w
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,42 @@ def load_adapted(
     model.peft_config["default"].base_model_name_or_path = str(config.model)
     adapted: PreTrainedModel = model.to(device)
     return adapted
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+@contextmanager
+def without_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the model computes without its adapter.
+
+    PEFT's own switch freezes the adapter's parameters and thaws them: over "fsdp" it froze the shards and thawed what
+    was gathered of them, so that they stayed frozen.
+    """
+    from easytorch.protocol.adapters import wrapped_layers
+
+    layers = list(wrapped_layers(model).values())
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def add_same_adapter(model: PreTrainedModel, adapted: PreTrainedModel) -> None:
+    """Give `model`, of the class and config of `adapted`, an adapter in the layers that have one there."""
+    settings: Any = adapted.peft_config["default"]
+    model.add_adapter(copy.deepcopy(settings), "default")
+    model.peft_config["default"] = settings  # with the name of the model below, as saved
+
+
+def merge_saved(config: TrainingConfig, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`write_merged` of the pretrained model with the adapter of a checkpoint, which this process loads."""
+    chosen: dict[str, Any] = {"dtype": torch.float32}
+    write_merged(load_adapted(config, checkpoint, torch.device("cpu"), chosen), tokenizer, folder)
 
 
 def write_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -14,7 +14,7 @@ from easytorch.bridge.errors import nearest
 from easytorch.distributed.mesh import DATA, parse_axes
 from easytorch.tpu_platform import device_count
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float8")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 OPTIMIZERS = {"adamw": "AdamW", "lion": "Lion", "muon": "Muon", "adafactor": "Adafactor"}
 TASKS = ("pretrain", "sft", "dpo")
@@ -23,6 +23,7 @@ CHECKPOINTING = ("none", "full", "selective")
 DEVICES = ("auto", "cpu", "cuda", "xla")
 ON_NONFINITE = ("stop", "skip")
 RESHARDING = ("auto", "always", "never")
+UNEVEN = ("error", "replicate")
 CHECKPOINT_FORMATS = ("auto", "full", "sharded")
 MESH_AXES = (*DATA, "pp", "sp", "tp")
 
@@ -30,7 +31,7 @@ MESH_AXES = (*DATA, "pp", "sp", "tp")
 NOT_COMPARED = (
     "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints", "on_nonfinite",
     "checkpoint_format", "async_checkpoint", "activation_checkpointing", "activation_checkpointing_every",
-    "reshard_after_forward", "tensorboard", "timeout",
+    "reshard_after_forward", "tensorboard", "timeout", "uneven",
 )  # fmt: skip
 
 # Above what any run has; numbers of elements, bytes and seconds are made of them.
@@ -100,7 +101,8 @@ class TrainingConfig:
         applies to matrices, not to norms and biases.
     grad_clip: maximum global norm of the gradients; 0 disables clipping.
     seed: of the initial weights, the order of the blocks and dropout.
-    dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32.
+    dtype: "bfloat16" runs forward and backward under autocast; weights and optimizer stay float32. "float8" does so
+        too, with the products of linear layers in float8 (torchao), on GPUs that have them (H100, MI300 and later).
     activation_checkpointing: "full" keeps the inputs of layers alone and computes each layer again in the backward
         pass, "selective" keeps the results of matrix products and attention too; both in every
         `activation_checkpointing_every`-th layer.
@@ -116,6 +118,8 @@ class TrainingConfig:
     mesh: axes of the processes and their sizes, as "fsdp=-1,tp=2": "dp" replicates the model, "fsdp" shards weights,
         gradients and optimizer state (FSDP2), "tp" is tensor parallelism, "ep" divides the experts of each layer, and
         "pp" the layers into stages; one size may be -1, the rest. None means "dp=-1".
+    uneven: sizes that do not divide over "tp" or "ep" are an error ("error"), or each process has them in full
+        ("replicate").
     reshard_after_forward: of "fsdp", whether each layer's full weights are freed after its forward and gathered again
         for its backward ("always"), or kept in between ("never"), for memory of all layers' weights. "auto" is "never"
         on a CPU, where gathering takes the processor from the computation, else "always".
@@ -174,6 +178,7 @@ class TrainingConfig:
     async_checkpoint: bool = False
     tensorboard: bool = False
     mesh: str | None = None
+    uneven: str = "error"
     reshard_after_forward: str = "auto"
     timeout: int = 1800
     on_nonfinite: str = "stop"
@@ -236,7 +241,10 @@ class TrainingConfig:
             raise ValueError(f"{flag('async_checkpoint')} requires {flag('checkpoint_format')} sharded or auto")
         known = f"one of {', '.join(RESHARDING)}"
         self._require("reshard_after_forward", self.reshard_after_forward in RESHARDING, known)
+        self._require("uneven", self.uneven in UNEVEN, f"one of {', '.join(UNEVEN)}")
         self._require("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}")
+        if self.dtype == "float8" and self.lora is not None:
+            raise ValueError(f"{flag('dtype')} float8 is for training all weights: with {flag('lora')} take bfloat16")
         if self.schedule != "constant" and self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"{flag('min_learning_rate')} {self.min_learning_rate} is above {flag('learning_rate')} "
@@ -287,8 +295,16 @@ class TrainingConfig:
             axes = parse_axes(self.mesh or "dp=-1", processes if self.device != "xla" else device_count("xla"))
         except ValueError as error:
             raise ValueError(f"{flag('mesh')}: {error}") from error
-        if self.lora is not None and any(size != 1 for name, size in axes.items() if name != "dp"):
-            raise ValueError(f"{flag('lora')} trains replicas alone (--mesh dp=-1), and the mesh is {self.mesh}")
+        if self.lora is not None and axes.get("tp", 1) > 1:
+            raise ValueError(
+                f"{flag('mesh')} {self.mesh}: {flag('lora')}'s matrices are not divided over tp; adapters are trained "
+                f"over dp, fsdp, ep, pp and sp"
+            )
+        if self.dtype == "float8" and axes.get("tp", 1) > 1:
+            raise ValueError(
+                f"{flag('mesh')} {self.mesh}: layers over tp do not compute in {flag('dtype')} float8; take bfloat16, "
+                f"or the axes dp, fsdp, ep, pp and sp"
+            )
         for name, size in axes.items():
             self._require("mesh", name in MESH_AXES or size == 1, f"axes of {', '.join(MESH_AXES)}")
         for name in ("sp", "pp"):
@@ -379,6 +395,7 @@ def check_xla(config: TrainingConfig) -> None:
         ("activation_checkpointing", config.activation_checkpointing == "selective", "torch_xla has full alone"),
         ("async_checkpoint", config.async_checkpoint, "its checkpoints are written while the devices wait"),
         ("lora", config.lora is not None, "adapters are trained on the CPU or on GPUs"),
+        ("dtype", config.dtype == "float8", "its products are of 16 bits at least"),
     ):
         if given:
             raise ValueError(f"{flag(name)} {getattr(config, name)} is not for {flag('device')} xla: {why}")

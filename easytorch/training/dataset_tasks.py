@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from easytorch.protocol.attention_inputs import packed_inputs
+from easytorch.training.adapter import without_adapter
 from easytorch.training.chat import IGNORED
 from easytorch.training.config import TrainingConfig
 from easytorch.training.preferences import dpo_loss, log_probabilities
@@ -95,9 +96,10 @@ class PreferenceTask(DatasetTask):
 
     def shard(self, mesh: Any) -> None:
         from easytorch.distributed.sharding import shard_model
+        from easytorch.training.parallel import uneven_of
 
         if self.reference is not None:
-            shard_model(self.reference, mesh=mesh)
+            shard_model(self.reference, mesh=mesh, uneven=uneven_of(self.config))
 
     def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         ids, labels = (torch.cat([batch[f"chosen_{one}"], batch[f"rejected_{one}"]]) for one in ("input_ids", "labels"))
@@ -112,9 +114,8 @@ class PreferenceTask(DatasetTask):
             return log_probabilities(self.reference, ids, labels)
         training = self.model.training
         self.model.eval()
-        self.model.disable_adapters()
         try:
-            return log_probabilities(self.model, ids, labels)
+            with without_adapter(self.model):
+                return log_probabilities(self.model, ids, labels)
         finally:
-            self.model.enable_adapters()
             self.model.train(training)

@@ -14,6 +14,7 @@ from types import FrameType
 
 import easytorch
 from easytorch.training.config import TrainingConfig, flag
+from easytorch.training.output_lock import only_run
 from easytorch.training.prepare import check_inputs
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,7 +43,8 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
     check_inputs(config, processes)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    config.save(output / "training.json")
+    with only_run(output):
+        config.save(output / "training.json")
     command = [
         sys.executable, "-m", "easytorch.training.torchrun", "--standalone", f"--nproc-per-node={processes}",
         "-m", "easytorch.training", "--config", str(output / "training.json"),

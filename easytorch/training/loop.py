@@ -77,23 +77,23 @@ def train(config: TrainingConfig) -> TrainingResult:
 
 def train_among(processes: Processes, config: TrainingConfig) -> TrainingResult:
     """`train`, in processes that have joined already."""
-    with kept_memory() as keep_memory:
+    with kept_memory() as keep_memory, ExitStack() as held:
         with processes.one_failure(), ExitStack() as undone:
-            run = _prepare(processes, config, undone)
+            run = _prepare(processes, config, undone, held)
         processes.limit_waiting()  # the mesh has made groups
         return run.run(keep_memory)
 
 
-def _prepare(processes: Processes, config: TrainingConfig, undone: ExitStack) -> _Run:
+def _prepare(processes: Processes, config: TrainingConfig, undone: ExitStack, held: ExitStack) -> _Run:
     """Inputs, model, optimizer and the progress of a checkpoint, in every process.
 
-    undone: receives what an error, here or in another process, takes back.
+    undone: receives what an error, here or in another process, takes back; held: what lasts until the run ends.
     """
     settings: dict[str, Any] = {}
     with processes.together():
         checkpoint = find_checkpoint(config)
         if processes.first:
-            settings = _make_inputs(config, processes.world, checkpoint, undone)
+            settings = _make_inputs(config, processes.world, checkpoint, undone, held)
     with processes.together():
         tokenizer, task = read_task(config)
         device = processes.device_of_new_models
@@ -119,12 +119,14 @@ def dropout_seed(seed: int, step: int, place: int) -> int:
     return ((seed * 1_000_003 + step) * 65_537 + place) % 2**63
 
 
-def _make_inputs(config: TrainingConfig, processes: int, checkpoint: Path | None, undone: ExitStack) -> dict[str, Any]:
+def _make_inputs(
+    config: TrainingConfig, processes: int, checkpoint: Path | None, undone: ExitStack, held: ExitStack
+) -> dict[str, Any]:
     """Check the inputs, print notes, write tokenizer and tokens; returns the settings that a checkpoint stores."""
     inputs = check_inputs(config, processes)
     for note in inputs.notes:
         print(note, flush=True)
-    undone.enter_context(made_data(config))
+    undone.enter_context(made_data(config, held))
     write_data(config, inputs.texts, checkpoint)
     return inputs.settings
 
@@ -305,7 +307,7 @@ class _Run:
     def _loss(self, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss of a batch of rows, a scalar."""
         autocast = torch.autocast(
-            self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"
+            self.processes.device.type, dtype=torch.bfloat16, enabled=self.config.dtype != "float32"
         )
         with autocast:
             loss, self.logged = self.task.loss(module, batch)
@@ -367,7 +369,7 @@ class _Run:
 
     def _introduce(self) -> None:
         assert self.report is not None
-        config, processes, kind = self.config, self.processes, type(self.model)
+        config, processes, kind = self.config, self.processes, self.parallel.original or type(self.model)
         parameters = self.parallel.parameters or sum(parameter.numel() for parameter in self.model.parameters())
         self.report.say(
             f"{kind.__module__}.{kind.__name__}, {parameters / 1e6:.2f} M parameters; "

@@ -45,7 +45,7 @@ class Held:
 
         Each process loads every weight before it keeps its part.
         """
-        if self.frozen_bytes is not None:  # replicas alone
+        if self.frozen_bytes is not None:
             return int(parameters * self.frozen_bytes)
         own = (parameters - experts + experts / self.expert_ranks) / self.shards
         copies = 2 if self.reference else 1

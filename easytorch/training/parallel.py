@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from easytorch.distributed.fully_sharded import keep_gathered
 from easytorch.distributed.mesh import make_mesh
-from easytorch.distributed.sharding import data_place, full_tensors, shard_model
+from easytorch.distributed.sharding import Uneven, data_place, full_tensors, shard_model
 from easytorch.distributed.staged_call import pipeline_of
+from easytorch.training.adapter import add_same_adapter, has_adapter
 from easytorch.training.config import TrainingConfig, flag
 from easytorch.training.finite import first_nonfinite, nonfinite_parameter
 from easytorch.training.gradients import total_norm
@@ -107,11 +108,38 @@ class ParallelModel:
         torch.manual_seed(seed)
 
     def to_save(self) -> PreTrainedModel:
-        """The unsharded model, with the full weights on the CPU; each process calls this."""
+        """The unsharded model, with the full weights on the CPU; each process calls this. Of one with an adapter, whose
+        files have nothing else, the weights below it have no values."""
         if not self.sharded:
             return self.model
         assert self.original is not None
-        return unsharded(self.model, self.original, full_tensors(self.model))
+        if not has_adapter(self.model):
+            return unsharded(self.model, self.original, full_tensors(self.model))
+        found, adapter = self.outline(), full_tensors(self.model, trained=True)
+        assert adapter.keys() == {name for name, one in found.named_parameters() if one.requires_grad}
+        found.load_state_dict(adapter, strict=False, assign=True)
+        return found
+
+    def outline(self) -> PreTrainedModel:
+        """The unsharded model, its tensors of their shapes without their memory, for functions that refuse the meta
+        device: fused optimizers, `save_pretrained`."""
+        assert self.original is not None
+        with torch.device("meta"):
+            found = self.original(self.model.config)
+        if has_adapter(self.model):
+            add_same_adapter(found, self.model)
+        for module in found.modules():
+            for name, one in module._parameters.items():
+                if one is not None:
+                    module._parameters[name] = nn.Parameter(_of_one_number(one), requires_grad=one.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _of_one_number(buffer)
+        return found
+
+
+def _of_one_number(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def unsharded(
@@ -141,13 +169,13 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
     if all(size == 1 for name, size in axes.items() if name != "dp"):
         module = _replicated(model, task, processes)
         return ParallelModel(model, module, processes.rank, processes.world, tokens=processes.rank)
-    mesh = processes.mesh = make_mesh(axes, processes.device.type)
+    mesh = processes.mesh = make_mesh(axes, processes.device.type, timeout=processes.timeout)
     place, places = data_place(mesh)
     # the loop changes no output in place, which is what torch warns of at each forward
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     original, wrong = type(model), None
     try:
-        shard_model(model, mesh=mesh)
+        shard_model(model, mesh=mesh, uneven=uneven_of(config))
         if not reshards(config, processes.device):
             keep_gathered(model)
         task.shard(mesh)
@@ -161,6 +189,10 @@ def in_parallel(model: PreTrainedModel, task: Task, processes: Processes, config
         model, model, place, places, sharded=True, tokens=tokens, original=original, parameters=parameters,
         pipeline=pipeline_of(model),
     )  # fmt: skip
+
+
+def uneven_of(config: TrainingConfig) -> Uneven:
+    return "replicate" if config.uneven == "replicate" else "error"
 
 
 def reshards(config: TrainingConfig, device: torch.device) -> bool:

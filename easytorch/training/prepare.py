@@ -6,7 +6,7 @@ import copy
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,9 @@ from easytorch.training.data import TokenBlocks, read_texts, split_blocks, token
 from easytorch.training.disk import named_os_errors
 from easytorch.training.examples import Examples
 from easytorch.training.finite import nonfinite_parameter
+from easytorch.training.float8 import check_float8
 from easytorch.training.optimizers import check_installed
+from easytorch.training.output_lock import only_run
 from easytorch.training.processes import find_device
 from easytorch.training.report import check_tensorboard
 from easytorch.training.resume import check_same, fingerprint, stored_settings
@@ -57,6 +59,8 @@ def check_inputs(config: TrainingConfig, processes: int) -> Inputs:
     config.share(processes)
     check_installed(config.optimizer)
     device = find_device(config.device)
+    if config.dtype == "float8":
+        check_float8(device)
     checkpoint = find_checkpoint(config)
     check_tensorboard(config)
     texts = read_texts(config.text) if config.dataset is None else []
@@ -105,7 +109,7 @@ def _check_trainable(model: PreTrainedConfig, config: TrainingConfig, processes:
         try:
             if config.device == "xla":
                 xla_spmd.check_axes(axes)
-            check_sharding(outline, axes)
+            check_sharding(outline, axes, replicate=config.uneven == "replicate")
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"{flag('mesh')} {config.mesh}: {error}") from error
     if (why := causal.refusal(model)) is not None:
@@ -128,10 +132,6 @@ def find_checkpoint(config: TrainingConfig) -> Path | None:
 
 def write_data(config: TrainingConfig, texts: list[str], checkpoint: Path | None) -> None:
     """The tokenizer and the tokenized text, in the folder of `made_data`; one process makes them."""
-    from transformers.utils import logging
-
-    # transformers draws a bar for each save and load; this run has one of its own.
-    logging.disable_progress_bar()
     folder = data_folder(config)
     source = checkpoint or (config.model if isinstance(config.model, str) else config.tokenizer)
     if source is None and config.dataset is not None:
@@ -154,14 +154,17 @@ def data_folder(config: TrainingConfig) -> Path:
 
 
 @contextmanager
-def made_data(config: TrainingConfig) -> Iterator[None]:
+def made_data(config: TrainingConfig, held: ExitStack) -> Iterator[None]:
     """Makes the folder `data` of the output, around the preparation of a run: an error removes it, and those above that
-    were made for it, where they were not there before."""
+    were made for it, where they were not there before. held: keeps other runs out of the output until it is closed."""
     folder = data_folder(config)
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     with named_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(only_run(folder.parent))
     try:
+        with named_os_errors(folder):
+            folder.mkdir(exist_ok=True)
         yield
     except BaseException:
         if made:
@@ -193,6 +196,10 @@ def _strings(value: Any) -> Iterator[str]:
 def read_task(config: TrainingConfig) -> tuple[PreTrainedTokenizerBase, Task]:
     """The files of `write_data`, read in every process."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    # transformers draws a bar for each save and load of each process; this run has one of its own.
+    logging.disable_progress_bar()
 
     folder = data_folder(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)

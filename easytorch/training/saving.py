@@ -43,8 +43,9 @@ class CheckpointSaver:
     ) -> None:
         self.config, self.processes, self.parallel = config, processes, parallel
         self.tokenizer, self.settings, self.newest = tokenizer, settings, newest
+        # adapters are small, and PEFT's files
         self.sharded = config.checkpoint_format == "sharded" or (
-            config.checkpoint_format == "auto" and parallel.sharded
+            config.checkpoint_format == "auto" and parallel.sharded and config.lora is None
         )
         self._stager = Stager()
         self._running: tuple[Path, Future[Any], ExitStack] | None = None
@@ -95,7 +96,11 @@ class CheckpointSaver:
                 with named_os_errors(folder):
                     export_model(self.newest, folder)
             if self.config.lora is not None and self.config.lora.get("merge") and self.processes.first:
-                adapter.write_merged(self.parallel.model, self.tokenizer, Path(self.config.output) / MODEL)
+                folder = Path(self.config.output) / MODEL
+                if self.parallel.sharded and self.newest is not None:
+                    adapter.merge_saved(self.config, self.newest, self.tokenizer, folder)
+                else:
+                    adapter.write_merged(self.parallel.model, self.tokenizer, folder)
 
     def close(self) -> None:
         """Let a save in the background come to its end where the run has failed, whose error is the one to report."""

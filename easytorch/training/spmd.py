@@ -11,7 +11,7 @@ from easytorch.distributed.sharding import full_tensors, shard_model
 from easytorch.distributed.xla_spmd import divides, make_spmd_mesh, shard_batch, shard_optimizer
 from easytorch.tpu_platform import sync
 from easytorch.training.config import TrainingConfig, flag
-from easytorch.training.parallel import ParallelModel, unsharded
+from easytorch.training.parallel import ParallelModel, uneven_of, unsharded
 from easytorch.training.task import Batch, Task, on_device
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def over_devices(model: PreTrainedModel, task: Task, config: TrainingConfig) -> 
     """The model over the mesh of the config, its weights moved from the CPU; `ValueError` where it does not divide."""
     try:
         mesh = make_spmd_mesh(config.axes(1))
-        shard_model(model, mesh=mesh)
+        shard_model(model, mesh=mesh, uneven=uneven_of(config))
         task.shard(mesh)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"{flag('mesh')} {config.mesh or 'dp=-1'}: {error}") from error

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from easytorch.training.config import TrainingConfig
 from easytorch.training.optim import without_moments
@@ -47,13 +46,7 @@ def state_of_stage(
 
     `ValueError` where they are of another model.
     """
-    assert parallel.original is not None
-    with torch.device("meta"):
-        full = parallel.original(parallel.model.config)
-    for module in full.modules():
-        for name, one in module._parameters.items():
-            if one is not None:  # of its shape, without its memory: fused optimizers refuse the meta device
-                module._parameters[name] = nn.Parameter(torch.empty(1, dtype=one.dtype).expand(one.shape))
+    full = parallel.outline()
     names = {parameter: name for name, parameter in full.named_parameters()}
     groups = make_optimizer(full, config).param_groups
     saved = state.get("param_groups")

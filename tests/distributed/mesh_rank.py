@@ -199,6 +199,52 @@ def check_experts() -> None:
     refused("divides the experts alone", lambda: moe.shard_model([("q_proj", ("ep", None))], mesh))
 
 
+def check_codes() -> None:
+    """Weights in few bits are divided over tp, experts over ep too: each rank holds its part of the codes, loss and
+    gradients of the rest are those of one process, and they are gathered to the bit."""
+    for family, bits, axes, share in (
+        ("qwen3_moe", "nf4", "ep=2,tp=2", 0.25), ("qwen3_moe", "nvfp4", "fsdp=2,tp=2", 0.5),
+        ("llama", "int8", "dp=2,tp=2", 0.5), ("mixtral", "affine", "ep=2,tp=2", 0.25),
+    ):  # fmt: skip
+        sizes = {"head_dim": 16, "moe_intermediate_size": 32} if bits == "nvfp4" else {}  # groups of 16
+        alone, model = (make(family, **sizes).quantize(bits).train() for _ in range(2))
+        mesh = make_mesh(axes)
+        model.shard_model(mesh=mesh)
+        rows = own_rows(mesh)
+        wanted = alone(input_ids=IDS, labels=IDS, use_cache=False).loss
+        wanted.backward()
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(float(mean / dist.get_world_size() / wanted.detach()) - 1) < 1e-5, (family, bits, axes)
+        for name, parameter in alone.named_parameters():
+            error = (full(model.get_parameter(name).grad) - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (family, bits, axes, name, float(error))
+        with torch.no_grad():
+            assert (model(IDS).logits - alone(IDS).logits).norm() < 1e-5 * alone(IDS).logits.norm(), (family, axes)
+        held = {name: one for name, one in model.named_buffers() if "codes" in name}
+        divided = {name: one for name, one in held.items() if "experts" in name or family == "llama"}
+        assert divided and all(one.to_local().numel() == share * one.numel() for one in divided.values()), (
+            family,
+            axes,
+        )
+        model.gather_model()
+        state = alone.state_dict()
+        for name, one in model.state_dict().items():
+            assert type(one) is torch.Tensor and torch.equal(one, state[name]), (family, axes, name)
+        again = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        assert abs(float((again / wanted).detach()) - 1) < 1e-6, (family, axes)
+    narrow, odd = (make("llama", num_key_value_heads=heads) for heads in (4, 1))
+    narrow.quantize("nvfp4")
+    odd.quantize("int8")
+    refused("its 32 columns do not divide over 4 ranks by the 16", lambda: narrow.shard_model(mesh=make_mesh("tp=4")))
+    refused("num_key_value_heads=1 does not divide", lambda: odd.shard_model(mesh=make_mesh("tp=4")))
+    expected = odd(IDS).logits
+    odd.shard_model(mesh=make_mesh("tp=4"), uneven="replicate")
+    assert (odd(IDS).logits - expected).norm() < 1e-5 * expected.norm()
+
+
 def check_pipeline() -> None:
     """Two stages, of one layer and of two: loss, gradients and evaluation of the full model by a schedule and by plain
     calls, the model gathered again; and what is refused."""
@@ -502,6 +548,7 @@ if __name__ == "__main__":
         check_training(*one)
     check_uneven()
     check_experts()
+    check_codes()
     check_pipeline()
     check_order_of_shards()
     check_muon()

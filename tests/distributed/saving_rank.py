@@ -56,12 +56,18 @@ def check_shards(model: Any, folder: Path) -> None:
         assert "distributed_checkpoint does not go with push_to_hub" in str(error), error
     else:
         raise AssertionError("shards were uploaded")
+    try:
+        model.save_pretrained(folder, state_dict=model.state_dict())
+    except ValueError as error:
+        assert "state_dict has this rank's s" in str(error), error  # shard of a tensor, or stage
+    else:
+        raise AssertionError("a part was written for the model")
 
 
 # (family, bits, pattern of an adapter's layers, mesh): their files too are those of one process
 OF_FEW_BITS = (
     ("llama", "int8", None, "fsdp=2"), ("qwen3_moe", "int4", None, "pp=2"), ("llama", "nf4", None, "tp=2"),
-    ("qwen3_moe", "int8", None, "dp=2"), ("qwen3_moe", "nf4", None, "ep=2"),
+    ("qwen3_moe", "int8", None, "dp=2"), ("qwen3_moe", "nf4", None, "ep=2"), ("qwen3_moe", "nf4", None, "tp=2"),
     ("llama", None, "q_proj|up_proj", "fsdp=2"),
     ("qwen3_moe", None, "q_proj|o_proj", "pp=2"), ("llama", "nf4", "q_proj|up_proj", "fsdp=2"),
 )  # fmt: skip
@@ -81,7 +87,7 @@ def check_few_bits(folder: Path, bits: str | None, adapted: str | None, axes: st
     ids = torch.arange(12).view(1, 12)
     expected = model.eval()(ids).logits.detach()
     model.shard_model(mesh=make_mesh(axes))
-    if bits is not None and axes == "ep=2":
+    if bits is not None and axes in ("ep=2", "tp=2"):
         torch.testing.assert_close(model(ids).logits.detach(), expected, rtol=1e-4, atol=1e-5)
     asked: list[str] = []
     exchange = Gathering.exchange

@@ -263,7 +263,8 @@ with joined(torch.device("cpu")) as processes:
 
 
 def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, pretrained, tmp_path):
-    """As by one process: with sp and pp, whose checkpoint is full too, gathered from the stages."""
+    """As by one process: with sp, with pp, whose checkpoint is full too, gathered from the stages, and with tp, over
+    which the one head of keys does not divide, and attention is each process's."""
     model = {
         "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -271,9 +272,13 @@ def test_packed_conversations_are_learned_over_sequences_and_stages(finetuning, 
     alone = finetuning("sft", "alone", model=model, tokenizer=str(pretrained), micro_batch_size=2)
     train(alone)
     runs = {
-        name: dataclasses.replace(alone, output=str(tmp_path / name), mesh=mesh, checkpoint_format=kind)
-        for name, mesh, kind in (("sp", "sp=2", "auto"), ("pp", "pp=2", "full"))
-    }
+        name: dataclasses.replace(alone, output=str(tmp_path / name), mesh=mesh, checkpoint_format=kind, uneven=uneven)
+        for name, mesh, kind, uneven in (
+            ("sp", "sp=2", "auto", "error"), ("pp", "pp=2", "full", "error"), ("tp", "tp=2", "auto", "replicate"),
+        )
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="num_key_value_heads=1 does not divide over 2 ranks"):
+        check_inputs(dataclasses.replace(runs["tp"], uneven="error"), 2)
     for name, config in runs.items():
         config.save(tmp_path / f"{name}.json")
     (tmp_path / "rank.py").write_text(OVER_MESHES)
@@ -419,6 +424,79 @@ def test_an_adapter_is_pefts_files_and_is_merged_at_the_end(finetuning, pretrain
     assert float((adapted - before).abs().max()) > 1e-3
 
 
+def test_adapters_are_learned_over_meshes(finetuning, pretrained, tmp_path):
+    """As by one process, LoRA and QLoRA, preferences too, from mesh to mesh; checkpoints are PEFT's files."""
+    model, folder = {
+        "model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+    }, tmp_path / "experts"  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(**model, vocab_size=len(tokenizer))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    lora = {"rank": 4, "pattern": "q_proj|o_proj", "merge": True}
+    given = {"model": str(folder), "lora": lora, "micro_batch_size": 2, "schedule": "constant"}
+    few_bits = {"quantize": "nf4", "lora": lora | {"merge": False}}
+    alone = {
+        "sft": finetuning("sft", "sft", **given), "few": finetuning("sft", "few", **given | few_bits),
+        "dpo": finetuning("dpo", "dpo", **given | few_bits),
+    }  # fmt: skip
+    meshes = (
+        ("sft", "fsdp=2"), ("sft", "pp=2"), ("sft", "sp=2"), ("few", "fsdp=2"), ("few", "ep=2"), ("few", "pp=2"),
+        ("dpo", "fsdp=2"),
+    )  # fmt: skip
+    runs = [
+        (kind, dataclasses.replace(alone[kind], output=str(tmp_path / f"{kind} {mesh}"), mesh=mesh))
+        for kind, mesh in meshes
+    ]
+    change = {"resume": True, "change": ("steps", "mesh", "processes")}
+    further = [  # of what the runs above have left
+        ("few", dataclasses.replace(runs[3][1], steps=5, mesh="pp=2", **change)),
+        ("few", dataclasses.replace(runs[5][1], steps=5, mesh="fsdp=2", **change)),
+    ]
+    files = []
+    for _, one in (*runs, *further):
+        files.append(tmp_path / f"{len(files)}.json")
+        one.save(files[-1])
+    (tmp_path / "rank.py").write_text(OVER_MESHES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "rank.py"), *map(str, files)],
+        env={**os.environ, **child_environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for config in alone.values():
+        train(config)
+    train(dataclasses.replace(alone["few"], steps=5, **change))
+    for kind, config in runs:
+        own, found = (Path(one.output) / "checkpoint-4" for one in (alone[kind], config))
+        assert {path.name for path in found.iterdir()} == {path.name for path in own.iterdir()}, config.mesh
+        settings = [json.loads((one / "adapter_config.json").read_text()) for one in (found, own)]
+        for one in settings:
+            one["target_modules"] = sorted(one["target_modules"])
+        assert settings[0] == settings[1], config.mesh
+        values = [load_file(one / "adapter_model.safetensors") for one in (found, own)]
+        assert values[0].keys() == values[1].keys(), config.mesh
+        for name, tensor in values[1].items():
+            assert float((values[0][name] - tensor).norm()) <= 1e-3 * float(tensor.norm()), (kind, config.mesh, name)
+        if config.lora["merge"]:
+            merged = [load_file(Path(one.output) / "model" / "model.safetensors") for one in (config, alone[kind])]
+            assert merged[0].keys() == merged[1].keys()
+            for name, tensor in merged[1].items():
+                assert float((merged[0][name] - tensor).norm()) <= 1e-4 * float(tensor.norm()), (config.mesh, name)
+    for kind, config in (*runs, *further):
+        lines = [read_metrics(Path(one.output) / "metrics.jsonl") for one in (config, alone[kind])]
+        for key in ("loss", "eval_loss"):
+            found, wanted = ([pair for pair in series(one, key) if pair[0] <= config.steps] for one in lines)
+            wanted = wanted[: len(found)]  # the last run of `few` evaluates in other places
+            assert len(found) >= 2, (kind, config.mesh, key)
+            assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-5), (
+                kind, config.mesh, key,
+            )  # fmt: skip
+    assert read_metrics(Path(further[0][1].output) / "metrics.jsonl")[-1]["step"] == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -438,7 +516,7 @@ def test_adapters_that_cannot_be_are_refused(finetuning, changes, said):
 
 
 def test_an_adapter_is_refused_where_it_does_not_fit(finetuning):
-    with pytest.raises(ValueError, match=r"lora .* trains replicas alone .*fsdp=2"):
-        finetuning("sft", lora={"rank": 4}, mesh="fsdp=2").axes(2)
+    with pytest.raises(ValueError, match=r"mesh .* tp=2: lora .*'s matrices are not divided over tp"):
+        finetuning("sft", lora={"rank": 4}, mesh="tp=2").axes(2)
     with pytest.raises(ValueError, match=r"lora \(--lora\): no linear layer"):
         train(finetuning("sft", lora={"rank": 4, "pattern": "nothing"}))

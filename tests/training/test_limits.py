@@ -65,7 +65,7 @@ def test_every_setting_that_affects_training_is_compared_on_resuming(settings):
     assert set(NOT_COMPARED) == {
         "output", "resume", "change", "device", "eval_every", "log_every", "save_every", "keep_checkpoints",
         "on_nonfinite", "checkpoint_format", "async_checkpoint", "activation_checkpointing",
-        "activation_checkpointing_every", "reshard_after_forward", "tensorboard", "timeout",
+        "activation_checkpointing_every", "reshard_after_forward", "tensorboard", "timeout", "uneven",
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_a_run_without_any_default_does_what_its_settings_say(settings, capsys):
     layers = ["activation_checkpointing", "activation_checkpointing_every", "compile"]  # in test_activations.py
     assert same == [
         *data, "schedule", "decay_steps", "dtype", *layers, "async_checkpoint", "tensorboard",
-        "reshard_after_forward", "timeout", "resume", "change",
+        "uneven", "reshard_after_forward", "timeout", "resume", "change",
     ]  # fmt: skip
     result = train(config)
     assert (result.steps, result.interrupted, result.skipped) == (7, False, 0)

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 import easytorch
-from easytorch.training import latest_checkpoint, loop, train
+from easytorch.training import latest_checkpoint, launch, loop, train
 from easytorch.training.metrics import read_metrics
+from easytorch.training.output_lock import only_run
 from easytorch.training.report import ProgressReport
 
 
@@ -183,3 +184,18 @@ def test_what_was_there_before_a_run_that_does_not_begin_stays(settings, monkeyp
             train(config)
         assert notes.read_text() == "kept"
         assert (Path(config.output) / "data").exists() == (name == "data")
+
+
+def test_two_runs_do_not_write_into_one_folder(settings):
+    config = settings(steps=1)
+    output = Path(config.output)
+    output.mkdir()
+    (output / "notes.txt").write_text("kept")
+    with only_run(output):
+        for start in (train, lambda one: launch(one, 1)):
+            with pytest.raises(FileExistsError, match=r"output \(--output\) .*: another run is writing there"):
+                start(config)
+        assert [path.name for path in output.iterdir()] == ["notes.txt"]
+    assert train(config).steps == 1
+    with only_run(output):  # which the run has let go
+        pass

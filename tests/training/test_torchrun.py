@@ -153,9 +153,11 @@ sys.exit(arguments.run(sys.argv[1:], "train"))
 """
 
 
-def test_a_process_that_hangs_is_named_with_its_step(settings, tmp_path):
+@pytest.mark.parametrize("mesh", ["fsdp=2", "pp=2"])
+def test_a_process_that_hangs_is_named_with_its_step(settings, tmp_path, mesh):
+    """Stages of pp wait for messages, whose limit gloo takes when a group is made."""
     (tmp_path / "rank.py").write_text(HANGS)
-    config = settings(steps=4, eval_fraction=0.0, timeout=20, mesh="fsdp=2")
+    config = settings(steps=4, eval_fraction=0.0, timeout=20, mesh=mesh)
     config.save(tmp_path / "run.json")
     torchrun = ["-m", "easytorch.training.torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
