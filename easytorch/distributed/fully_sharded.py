@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -82,14 +83,18 @@ def _shard_group(module: nn.Module, mesh: DeviceMesh, dims: Mapping[int, Shard],
 def _leave_logits_deferred(model: nn.Module) -> None:
     """Let FSDP2's hook of the model, which looks for the tensors of its output to see their backward pass begin, pass
     over logits that are computed when they are read (`left_deferred` of the output): training never reads them, and of
-    a small model with a large vocabulary they took a tenth of a step. The loss and the layers begin that pass."""
+    a small model with a large vocabulary they took a tenth of a step. The loss and the layers begin that pass, before
+    which those of an output that is still held are computed: after it the head's weight is a shard."""
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
     number, hook = state._post_forward_hook_handle.id, state._post_forward
 
     def post_forward(module: nn.Module, given: Any, output: Any) -> Any:
         with getattr(output, "left_deferred", nullcontext)():
-            return hook(module, given, output)
+            output = hook(module, given, output)
+        if not torch.compiler.is_compiling() and (compute := getattr(output, "compute_before_backward", None)):
+            compute()  # after FSDP2's own hook of the loss, which has the weights there
+        return output
 
     assert number in model._forward_hooks
     model._forward_hooks[number] = post_forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,6 +74,16 @@ class _Deferring:
             if made is not None:
                 self.__dict__["_made"] = made
 
+    def compute_before_backward(self) -> None:
+        """For weights that are given up by a backward pass: what is still held of the output when that of its loss
+        begins is computed then, and an output that was dropped for its loss costs nothing."""
+        loss = self.__dict__.get("loss")
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        for value in self.__dict__.values():
+            if isinstance(value, DeferredLogits):
+                loss.register_hook(_computing(weakref.ref(value)))
+
     def __getitem__(self, key: Any) -> Any:
         output: Any = super()
         if isinstance(key, int):
@@ -87,6 +98,16 @@ class _Deferring:
         """An output of the class itself, with the logits computed."""
         fields: Any = self.__dataclass_fields__  # type: ignore[attr-defined]
         return type(self).__mro__[2], tuple(getattr(self, name) for name in fields)
+
+
+def _computing(logits: weakref.ref[DeferredLogits]) -> Callable[[Tensor], None]:
+    def compute(grad: Tensor) -> None:
+        held = logits()
+        if held is not None:
+            with torch.enable_grad():
+                held.materialize()
+
+    return compute
 
 
 def _field(name: str) -> property:

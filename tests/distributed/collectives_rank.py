@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,13 @@ def outputs() -> None:
     wanted.loss.backward()
     for (name, one), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)  # type: ignore[union-attr]
+    # the backward pass leaves a shard of the head's weight
+    torch.testing.assert_close(output.logits, wanted.logits)
+    output = sharded(input_ids=ids, labels=ids)
+    loss, logits = output.loss, weakref.ref(output.__dict__["logits"])
+    del output
+    assert logits() is None
+    loss.backward()
     for one in (sharded, model):
         one.zero_grad()
         one(input_ids=ids, labels=ids).logits.square().sum().backward()

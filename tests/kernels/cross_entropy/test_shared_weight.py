@@ -47,6 +47,16 @@ def test_the_gradient_is_that_of_both_uses(head: bool) -> None:
     torch.testing.assert_close(weight.grad, wanted + 1)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_gradients_of_several_losses_at_once(shared: bool) -> None:
+    weight, ids, labels = inputs()
+    total = loss(weight, ids, labels, shared=shared)
+    losses = torch.stack((total, 2 * total))
+    wanted = torch.autograd.grad(total, weight, retain_graph=True)[0]
+    found = torch.autograd.grad(losses, weight, torch.eye(2, dtype=losses.dtype), is_grads_batched=True)[0]
+    torch.testing.assert_close(found, torch.stack((wanted, 2 * wanted)))
+
+
 def test_gradients_of_the_gradient() -> None:
     weight, ids, labels = inputs()
     found = []
