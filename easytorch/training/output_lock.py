@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,22 +18,30 @@ def only_run(output: Path) -> Iterator[None]:
     Two runs would write into each other's data, metrics and checkpoints. Where folders cannot be locked, by the system
     or the file system, none is.
     """
-    descriptor = os.open(output, os.O_RDONLY)
+    descriptor = _opened(output)
     try:
-        if _is_taken(descriptor):
+        if descriptor is not None and _is_taken(descriptor):
             raise FileExistsError(
                 f"{flag('output')} {output}: another run is writing there; wait for its end, or give another folder"
             )
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _opened(output: Path) -> int | None:
+    if importlib.util.find_spec("fcntl") is None:  # Windows, which opens no folder either
+        return None
+    try:
+        return os.open(output, os.O_RDONLY)
+    except PermissionError:  # one that may be written into and not be listed
+        return None
 
 
 def _is_taken(descriptor: int) -> bool:
-    try:
-        import fcntl
-    except ImportError:
-        return False
+    import fcntl
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import easytorch
-from easytorch.training import latest_checkpoint, launch, loop, train
+from easytorch.training import latest_checkpoint, launch, loop, output_lock, train
 from easytorch.training.metrics import read_metrics
 from easytorch.training.output_lock import only_run
 from easytorch.training.report import ProgressReport
@@ -198,4 +198,16 @@ def test_two_runs_do_not_write_into_one_folder(settings):
         assert [path.name for path in output.iterdir()] == ["notes.txt"]
     assert train(config).steps == 1
     with only_run(output):  # which the run has let go
+        pass
+
+
+@pytest.mark.parametrize("system", ["without locks", "with locks"])
+def test_a_folder_that_cannot_be_opened_is_written_to_without_a_lock(tmp_path, monkeypatch, system):
+    def refuse(*given):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(output_lock.os, "open", refuse)
+    if system == "without locks":
+        monkeypatch.setattr(output_lock.importlib.util, "find_spec", lambda name: None)
+    with only_run(tmp_path):
         pass
