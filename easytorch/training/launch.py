@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -43,16 +43,20 @@ def launch(config: TrainingConfig, processes: int, *, threads: int | None = None
     check_inputs(config, processes)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    with only_run(output):
-        config.save(output / "training.json")
-    command = [
-        sys.executable, "-m", "easytorch.training.torchrun", "--standalone", f"--nproc-per-node={processes}",
-        "-m", "easytorch.training", "--config", str(output / "training.json"),
-    ]  # fmt: skip
-    environment = {**os.environ, **child_environment(), "OMP_NUM_THREADS": str(threads or _share_of_cores(processes))}
-    running = subprocess.Popen(command, env=environment)
-    with _signals_passed_on(running) as asked:
-        code = running.wait()
+    settings = output / "training.json"
+    with ExitStack() as held:
+        with only_run(output):  # which the run itself takes, once it has read its settings
+            settings.touch()
+            held.enter_context(only_run(output, settings))
+            config.save(settings)
+        command = [
+            sys.executable, "-m", "easytorch.training.torchrun", "--standalone", f"--nproc-per-node={processes}",
+            "-m", "easytorch.training", "--config", str(settings),
+        ]  # fmt: skip
+        own = {"OMP_NUM_THREADS": str(threads or _share_of_cores(processes))}
+        running = subprocess.Popen(command, env={**os.environ, **child_environment(), **own})
+        with _signals_passed_on(running) as asked:
+            code = running.wait()
     if asked and code in (0, *(128 + number for number in STOPPING)):
         raise KeyboardInterrupt
     if code:

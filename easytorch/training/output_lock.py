@@ -12,13 +12,14 @@ from easytorch.training.config import flag
 
 
 @contextmanager
-def only_run(output: Path) -> Iterator[None]:
-    """Holds the lock of the folder, which ends with the process; `FileExistsError` where another run has it.
+def only_run(output: Path, file: Path | None = None) -> Iterator[None]:
+    """Holds the lock of the folder, or of a file in it, which ends with the process; `FileExistsError` where another
+    run has it.
 
     Two runs would write into each other's data, metrics and checkpoints. Where folders cannot be locked, by the system
     or the file system, none is.
     """
-    descriptor = _opened(output)
+    descriptor = _opened(output if file is None else file)
     try:
         if descriptor is not None and _is_taken(descriptor):
             raise FileExistsError(
@@ -30,11 +31,11 @@ def only_run(output: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _opened(output: Path) -> int | None:
+def _opened(path: Path) -> int | None:
     if importlib.util.find_spec("fcntl") is None:  # Windows, which opens no folder either
         return None
     try:
-        return os.open(output, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY)
     except PermissionError:  # one that may be written into and not be listed
         return None
 

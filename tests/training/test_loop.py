@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -198,6 +200,29 @@ def test_two_runs_do_not_write_into_one_folder(settings):
         assert [path.name for path in output.iterdir()] == ["notes.txt"]
     assert train(config).steps == 1
     with only_run(output):  # which the run has let go
+        pass
+
+
+def test_a_launch_keeps_its_settings_until_its_processes_have_read_them(settings, monkeypatch):
+    config, other, asked = settings(steps=1), settings(steps=2), []
+    written = Path(config.output) / "training.json"
+
+    class Starting:
+        """Processes that have not come to lock the folder, when another run is launched into it."""
+
+        def __init__(self, command, env):
+            asked.append(command)
+
+        def wait(self):
+            with pytest.raises(FileExistsError, match="another run is writing there"):
+                launch(other, 1)
+            assert json.loads(written.read_text())["steps"] == 1
+            return 0
+
+    monkeypatch.setattr(sys.modules[launch.__module__].subprocess, "Popen", Starting)
+    launch(config, 1)
+    assert len(asked) == 1
+    with only_run(written.parent, written):  # which is let go
         pass
 
 
