@@ -161,10 +161,11 @@ def _check_tokens(model: CausalLM, name: str, ids: torch.Tensor) -> None:
         raise ValueError(
             f"{name} must be integers (batch, length), neither of them 0; got {ids.dtype} {tuple(ids.shape)}"
         )
-    vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(ids.cpu().max())
-    if largest >= vocabulary:
+    vocabulary, (least, largest) = model.get_input_embeddings().weight.shape[0], map(int, ids.cpu().aminmax())
+    if least < 0 or largest >= vocabulary:
         raise ValueError(
-            f"token {largest} is outside the {vocabulary} of {type(model).__name__}; the tokenizer is another model's"
+            f"token {least if least < 0 else largest} is outside the {vocabulary} of {type(model).__name__}; the "
+            f"tokenizer is another model's"
         )
 
 
