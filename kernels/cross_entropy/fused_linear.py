@@ -24,7 +24,7 @@ from easytorch.kernels.cross_entropy.native import (
     reduce,
 )
 from easytorch.kernels.interop.arguments import check_int64
-from easytorch.kernels.interop.torch_func import eager, transforming, untraced
+from easytorch.kernels.interop.torch_func import batched_by_autograd, eager, transforming, untraced
 from easytorch.kernels.linear import products
 from easytorch.kernels.linear.products import product
 
@@ -309,7 +309,7 @@ def _step(library: str) -> Step:
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """grad * factor in `dtype`. Multiplied in place where the graph is freed by this backward pass, which ends the use
     of grad: another product, with a narrower `out=` too, is held in float32 beside it first."""
-    if eager() and not torch.is_grad_enabled() and not _keep_graph():
+    if eager() and not torch.is_grad_enabled() and not _keep_graph() and not batched_by_autograd(factor):
         return grad.mul_(factor).to(dtype)
     return (grad * factor).to(dtype)
 
