@@ -171,3 +171,15 @@ def test_refusals():
             generate_tokens(model, IDS, cache="static", decoder_input_ids=IDS)
     finally:
         del type(model)._can_compile_fullgraph
+
+
+def test_padding_of_a_decoder_may_be_below_zero() -> None:
+    """As of labels, -100: it is replaced before the model reads it."""
+    torch.manual_seed(0)
+    model = importlib.import_module("easytorch.models.llama").LlamaForCausalLM(FAMILIES["llama"].config()).eval()
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    found = tokens(model, IDS.masked_fill(mask == 0, -100), mask)
+    assert torch.equal(found, tokens(model, IDS, mask))
+    with pytest.raises(ValueError, match="token -100 is outside"):
+        generate_tokens(model, IDS.masked_fill(mask == 0, -100))
