@@ -279,6 +279,24 @@ def test_experts_stored_one_by_one_are_all_there(experts) -> None:
             native.from_pretrained(None, config=transformers.AutoConfig.from_pretrained(folder), state_dict=others)
 
 
+def test_files_of_a_variant_and_pickles_are_those_that_are_checked(experts) -> None:
+    """Not the files beside them, which are not loaded."""
+    folder, weights, write = experts
+    cut = {name: one for name, one in weights.items() if not name.startswith(EXPERT)}
+    load = easytorch.AutoModelForCausalLM.from_pretrained
+    write(cut)
+    save_file(weights, folder / "model.half.safetensors", metadata={"format": "pt"})
+    load(folder, variant="half")
+    save_file(cut, folder / "model.half.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.half\.safetensors: .*experts\.1\..* is missing"):
+        load(folder, variant="half")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    load(folder, use_safetensors=False)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load(folder)
+
+
 def test_experts_are_read_as_they_are_stacked(experts, monkeypatch) -> None:
     """Not ahead of it by threads, which would hold all of them beside the stacks."""
     from transformers import core_model_loading

@@ -124,7 +124,9 @@ def _check(
     both = model.config.is_encoder_decoder
     if not both or reads_text(model):
         assert mask is not None
-        _check_tokens(model, "input_ids", input_ids)
+        # what stands at a decoder's padding is replaced; an encoder reads it
+        padding = None if both or mask.shape != input_ids.shape else ~mask.bool()
+        _check_tokens(model, "input_ids", input_ids, padding)
         if mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
@@ -155,16 +157,20 @@ def _check(
         )  # fmt: skip
 
 
-def _check_tokens(model: CausalLM, name: str, ids: torch.Tensor) -> None:
-    """`ValueError` unless ids are (B, T) tokens of the model's vocabulary."""
+def _check_tokens(model: CausalLM, name: str, ids: torch.Tensor, padding: torch.Tensor | None = None) -> None:
+    """`ValueError` unless ids are (B, T) tokens of the model's vocabulary; at padding (B, T) any below 0 will do."""
     if ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
         raise ValueError(
             f"{name} must be integers (batch, length), neither of them 0; got {ids.dtype} {tuple(ids.shape)}"
         )
-    vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(ids.cpu().max())
-    if largest >= vocabulary:
+    if padding is not None:
+        ids = ids.masked_fill(padding.to(ids.device) & (ids < 0), 0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    least, largest = (int(one) for one in ids.cpu().aminmax())
+    if least < 0 or largest >= vocabulary:
         raise ValueError(
-            f"token {largest} is outside the {vocabulary} of {type(model).__name__}; the tokenizer is another model's"
+            f"token {least if least < 0 else largest} is outside the {vocabulary} of {type(model).__name__}; the "
+            f"tokenizer is another model's"
         )
 
 

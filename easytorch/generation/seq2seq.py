@@ -41,6 +41,12 @@ def reads_text(model: CausalLM) -> bool:
     return bool(getattr(unwrapped(model), "main_input_name", TEXT) == TEXT)
 
 
+def decoder_config(model: Any) -> Any:
+    """The decoder's config, with the number of its layers; FSMT's halves have none of their own."""
+    own = getattr(model.get_decoder(), "config", None)
+    return model.config.get_text_config(decoder=True) if own is None else own
+
+
 def static_refusal(model: CausalLM) -> str | None:
     """Why an encoder-decoder cannot use a static cache; None where it can."""
     from easytorch.layers.masks import slots_refusal
@@ -48,7 +54,7 @@ def static_refusal(model: CausalLM) -> str | None:
     inner = unwrapped(model)
     if not getattr(inner, "_can_compile_fullgraph", False):
         return "transformers says of its class that it does not"
-    return slots_refusal(inner.get_decoder().config)
+    return slots_refusal(decoder_config(inner))
 
 
 class Seq2SeqDecoder(Decoder):
@@ -69,7 +75,7 @@ class Seq2SeqDecoder(Decoder):
     ) -> None:
         super().__init__(model, ids, torch.ones_like(ids, dtype=torch.bool), device)
         self._inner = unwrapped(model)
-        self._encoder, self._config = self._inner.get_encoder(), self._inner.get_decoder().config
+        self._encoder, self._config = self._inner.get_encoder(), decoder_config(self._inner)
         self._cache_name = cache_argument(self._inner.forward)
         self._source_name = TEXT if reads_text(model) else self._inner.main_input_name
         self._source, self._source_mask = self.placed(source, source_mask)
@@ -95,11 +101,10 @@ class Seq2SeqDecoder(Decoder):
         return self._source_mask
 
     def prompt(self) -> torch.Tensor:
-        from transformers.modeling_outputs import BaseModelOutput
-
         mask = self.encoder_mask()
         given = {self._source_name: self._source} | ({} if mask is None else {"attention_mask": mask})
-        self._encoded = BaseModelOutput(last_hidden_state=self._encoder(**given, return_dict=True)[0])
+        # as it is: some families' decoders read more of it than the hidden states, as Moonshine's the mask
+        self._encoded = self._encoder(**given, return_dict=True)
         return self._decoded(self.ids.to(self.device))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:

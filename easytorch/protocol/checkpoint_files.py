@@ -162,15 +162,21 @@ def check_torch_files(name_or_path: Any, kwargs: dict[str, Any]) -> str | None:
     folder = Path(name_or_path) / (kwargs.get("subfolder") or "")
     if not folder.is_dir():
         return str(name_or_path)
-    files = weight_files(folder)
+    files = weight_files(folder, kwargs)
     for file in files:
         check_weight_file(file)
     return str(files[0] if len(files) == 1 else folder)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of torch weights that transformers loads from a folder, under their names without a variant."""
-    for name in TORCH_FILES:
+def weight_files(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
+    """The files of torch weights that transformers loads from a folder. kwargs: those of `from_pretrained`, of which
+    `variant` and `use_safetensors` choose among them."""
+    variant, safetensors = kwargs.get("variant"), kwargs.get("use_safetensors")
+    for usual in TORCH_FILES:
+        if safetensors is not None and bool(safetensors) != ("safetensors" in usual):
+            continue
+        stem, _, ending = usual.rpartition(".")
+        name = f"{stem}.{variant}.{ending}" if variant else usual
         if (folder / name).is_file():
             return _shards(folder / name) if name.endswith(".json") else [folder / name]
     return []

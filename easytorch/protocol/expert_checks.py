@@ -42,7 +42,7 @@ def check_experts(model_class: type[PreTrainedModel], path: Any, kwargs: Mapping
     if path is None:
         return 0
     folder = torch_folder(path, dict(kwargs))
-    files = weight_files(folder) if folder.is_dir() else []
+    files = weight_files(folder, kwargs) if folder.is_dir() else []
     source = files[0] if len(files) == 1 else folder
     shapes = dict(_of_experts(itertools.chain.from_iterable(map(_shapes, files))))
     _check(model_class, shapes, str(source))

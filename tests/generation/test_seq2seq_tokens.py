@@ -87,6 +87,43 @@ def test_fewer_layers_of_the_decoder_and_texts_as_long_as_the_positions():
     assert torch.equal(tokens(bart, ids, cache="static"), want)
 
 
+SIZES = {"vocab_size": 97, "d_model": 32, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+for half in ("encoder", "decoder"):
+    SIZES |= {f"{half}_layers": 2, f"{half}_attention_heads": 4, f"{half}_ffn_dim": 48}
+MOONSHINE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "decoder_start_token_id": 1}
+for half in ("encoder", "decoder"):
+    MOONSHINE |= {f"{half}_num_hidden_layers": 2, f"{half}_num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "caches"),
+    [
+        ("Moonshine", MOONSHINE, CACHES),  # the decoder reads the mask that its encoder gives
+        ("NllbMoe", SIZES | {"num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2}, CACHES[:1]),
+        (
+            "FSMT",
+            SIZES | {"src_vocab_size": 97, "tgt_vocab_size": 97, "langs": ["a", "b"], "forced_eos_token_id": None},
+            CACHES[:1],
+        ),
+    ],
+    ids=["moonshine", "nllb_moe", "fsmt"],
+)
+def test_what_else_an_encoder_gives_and_halves_without_configs(kind, config, caches):
+    torch.manual_seed(0)
+    settings = {name: value for name, value in config.items() if kind != "FSMT" or name != "vocab_size"}
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**settings))
+    with torch.no_grad():
+        for weight in model.eval().parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    source, mask = inputs(model)
+    if kind == "Moonshine":
+        source, mask = torch.randn(2, 4000), torch.ones(2, 4000, dtype=torch.int64)
+        mask[1, 2500:] = 0
+    want = expected(model, source, mask)[:, 1:]
+    for cache in caches:
+        assert torch.equal(tokens(model, source, mask, cache=cache), want)
+
+
 def test_samples_and_ends_are_those_of_a_growing_cache():
     model = made("bart")
     settings = {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 4}
@@ -111,6 +148,8 @@ def test_refusals():
         ((IDS, torch.ones(2, 4)), {}, "attention_mask"),
         ((IDS, torch.zeros_like(IDS)), {}, "without any token"),
         ((IDS * 0 + 97,), {}, "token 97 is outside the 97 of T5ForConditionalGeneration"),
+        ((IDS * 0 - 1,), {}, "token -1 is outside the 97"),
+        ((IDS,), {"decoder_input_ids": torch.tensor([[1, -100], [1, 2]])}, "token -100 is outside"),
         ((IDS,), {"decoder_input_ids": torch.tensor([[1, 97], [1, 2]])}, "token 97 is outside"),
         ((IDS,), {"decoder_input_ids": torch.tensor([[1]])}, "decoder_input_ids have 1 rows, the encoder 2"),
         ((IDS,), {"decoder_input_ids": torch.tensor([1, 2])}, "decoder_input_ids must be integers"),
@@ -132,3 +171,15 @@ def test_refusals():
             generate_tokens(model, IDS, cache="static", decoder_input_ids=IDS)
     finally:
         del type(model)._can_compile_fullgraph
+
+
+def test_padding_of_a_decoder_may_be_below_zero() -> None:
+    """As of labels, -100: it is replaced before the model reads it."""
+    torch.manual_seed(0)
+    model = importlib.import_module("easytorch.models.llama").LlamaForCausalLM(FAMILIES["llama"].config()).eval()
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    found = tokens(model, IDS.masked_fill(mask == 0, -100), mask)
+    assert torch.equal(found, tokens(model, IDS, mask))
+    with pytest.raises(ValueError, match="token -100 is outside"):
+        generate_tokens(model, IDS.masked_fill(mask == 0, -100))

@@ -226,3 +226,19 @@ def test_backward_allocates_the_gradients_in_their_dtype_alone(dtype):
     sizes = [event.self_cpu_memory_usage for event in profile.events()]
     narrowed = 0 if dtype == torch.float32 else hidden.nbytes + weight.nbytes
     assert sum(size for size in sizes if size > 0) <= narrowed + 4096
+
+
+@pytest.mark.parametrize("chunk_size", [3, 100], ids=["chunks", "one_chunk"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_of_several_outputs_at_once(reduction: str, chunk_size: int) -> None:
+    """`is_grads_batched`: the kept gradients are not multiplied in place by a batch of factors."""
+    hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((10, 8), (17, 8), (17,)))
+    labels = torch.randint(0, 17, (10,))
+
+    def gradients(upstream: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
+        loss = fused_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, chunk_size=chunk_size)
+        return torch.autograd.grad(loss, (hidden, weight, bias), upstream, **settings)
+
+    upstream = torch.randn(3, *(labels.shape if reduction == "none" else ()))
+    expected = [torch.stack(parts) for parts in zip(*map(gradients, upstream), strict=True)]
+    torch.testing.assert_close(list(gradients(upstream, is_grads_batched=True)), expected)
