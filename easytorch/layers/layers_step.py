@@ -177,7 +177,7 @@ class _Layers:
         if made != self._next_hook or self._past() is not past:
             # those of an `nn.Linear` may be in other dicts than before, which is seen of other modules
             of_linear = itertools.chain.from_iterable(map(_HOOKS, self._linear))
-            if any(one and not idle(one) for one in self._hooks) or any(of_linear):
+            if not all(map(idle, filter(None, self._hooks))) or any(of_linear):
                 return False
             self._next_hook, self._past = made, weakref.ref(past)
         return True

@@ -189,7 +189,10 @@ def torch_folder(name_or_path: Any, kwargs: dict[str, Any]) -> Path:
         return Path(name_or_path) / inside
     where = {key: kwargs[key] for key in ("cache_dir", "revision") if kwargs.get(key) is not None}
     cached = (try_to_load_from_cache(str(name_or_path), str(Path(inside, file)), **where) for file in TORCH_FILES)
-    return next((Path(file).parent for file in cached if isinstance(file, str)), Path(name_or_path))
+    try:
+        return next((Path(file).parent for file in cached if isinstance(file, str)), Path(name_or_path))
+    except HFValidationError:  # a folder that is not there, and no name on the Hub: loading says so
+        return Path(name_or_path)
 
 
 def inferred_config(folder: Path) -> PreTrainedConfig | None:

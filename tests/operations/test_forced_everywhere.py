@@ -29,13 +29,13 @@ SAMPLES = everywhere.SAMPLES
 NOT_HERE = ("triton", "pallas")  # of GPUs and TPUs
 # refuse graphs; and gradients, but for these
 WITH_GRADIENTS = (
-    "causal_conv1d", "cross_entropy", "flash", "gated_delta_rule", "geglu", "layer_norm", "rms_norm", "ssm1", "ssm2",
-    "swiglu",
+    "causal_conv1d", "cross_entropy", "flash", "gated_delta_rule", "geglu", "layer_norm", "rms_norm", "rotary", "ssm1",
+    "ssm2", "swiglu",
 )  # fmt: skip
 EAGER_INFERENCE = [
     (name, "cpu") for name in (
         "decode", "multi_latent_attention", "ragged_page_attention", "ragged_page_multi_latent_attention",
-        "rotary", *WITH_GRADIENTS,
+        *WITH_GRADIENTS,
     )
 ]  # fmt: skip
 FORCED = [

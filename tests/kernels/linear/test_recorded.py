@@ -109,6 +109,6 @@ def test_gradients_of_weights_in_float32_are_not_onednns(monkeypatch: pytest.Mon
     monkeypatch.setattr(products, "_ONEDNN", torch.backends.mkldnn.is_available())
     x, weights, _ = given(biased=False)
     output, asked, product = call(x, weights, []), [], products._product
-    monkeypatch.setattr(products, "_product", lambda a, b: (asked.append(a.shape), product(a, b))[1])
+    monkeypatch.setattr(products, "_product", lambda a, b, *given: (asked.append(a.shape), product(a, b, *given))[1])
     torch.autograd.grad(output.sum(), (x, *weights))
     assert asked == [(ROWS, sum(SIZES))]  # of the input's gradient alone
