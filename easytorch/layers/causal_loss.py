@@ -66,12 +66,17 @@ def plain_parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
     Hooks with a true attribute `annotates_sharding` do not count: they are for the logits alone.
     """
-    if type(layer) is not nn.Linear or torch.compiler.is_compiling() or watched(_without_annotations(layer)):
+    if type(layer) is not nn.Linear or "bias" not in layer._parameters:
         return None, None
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    weight, bias = plain_tensors(layer._parameters.get("weight"), layer._parameters["bias"])
+    return (None, None) if weight is None or watched(_without_annotations(layer)) else (weight, bias)
+
+
+def plain_tensors(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """They, where both are plain parameters on a device that has the fused losses, in eager mode; else (None, None)."""
     if weight is None or type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return None, None
-    if "bias" not in layer._parameters or weight.device.type not in ("cpu", "cuda", "xla"):
+    if torch.compiler.is_compiling() or weight.device.type not in ("cpu", "cuda", "xla"):
         return None, None
     return weight, bias
 

@@ -22,27 +22,14 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from easytorch.cache_names import cache_keyword, cache_of, takes_cache
-from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
-from easytorch.layers.deferred_logits import DeferredLogits, deferring, defers
+from easytorch.layers.deferred_logits import DeferredLogits, deferring
 from easytorch.layers.linear import linear
+from easytorch.layers.word_loss import fused_loss_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Base
 else:
     _Base = object  # what has `encode_decode`, and the family's `PreTrainedModel`, come after it among the bases
-
-
-def fused_loss_of(
-    head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor, added: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """The loss computed without materializing the logits; None where it needs them. added: a bias of the logits."""
-    weight, bias = plain_parameters(head)
-    if not head.training or weight is None or bias is not None or hidden_states.shape[:-1] != labels.shape:
-        return None
-    if hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
-        return None
-    added = None if added is None else added.flatten().to(weight.device, weight.dtype)
-    return causal_lm_loss(hidden_states, weight, labels, added, shift_labels=labels)
 
 
 def of_both(outputs: Seq2SeqModelOutput) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from easytorch.layers.causal_loss import causal_lm_loss
+from easytorch.layers.causal_loss import causal_lm_loss, plain_parameters
 from easytorch.layers.deferred_logits import defers
 from easytorch.layers.linear import watched
 
@@ -51,6 +51,20 @@ def fused_word_loss(model: WordModel, hidden_states: Tensor, labels: Tensor, **k
     if states is None or states.dtype is not weight.dtype:
         return None
     return causal_lm_loss(states, weight, targets, bias, shift_labels=targets, **kwargs)
+
+
+def fused_loss_of(head: nn.Module, hidden_states: Tensor, labels: Tensor, added: Tensor | None = None) -> Tensor | None:
+    """The loss of `labels` (...) by a head of hidden_states (..., D), without their logits; None where it needs them.
+
+    added: a bias of the logits, (V,) or (1, V).
+    """
+    weight, bias = plain_parameters(head)
+    if not head.training or weight is None or bias is not None or hidden_states.shape[:-1] != labels.shape:
+        return None
+    if hidden_states.dtype is not weight.dtype or not defers(hidden_states, weight):
+        return None
+    added = None if added is None else added.flatten().to(weight.device, weight.dtype)
+    return causal_lm_loss(hidden_states, weight, labels, added, shift_labels=labels)
 
 
 def _hooked(model: WordModel, weight: Tensor) -> bool:

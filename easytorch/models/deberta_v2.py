@@ -14,6 +14,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from easytorch.layers.basics import activation, check_one_input
+from easytorch.layers.causal_loss import plain_tensors
 from easytorch.layers.config_checks import padding_of
 from easytorch.layers.disentangled import ConvolutionBranch, DisentangledSelfAttention, span_of
 from easytorch.layers.encoder import EncoderAttention, PostNormEncoder, PostNormLayer
@@ -288,11 +289,10 @@ class DebertaV2ForMaskedLM(EncoderMaskedLM, DebertaV2PreTrainedModel):
         """Without `config.legacy` the matrix is the embedding's itself, whose hooks see no logits."""
         if self.legacy:
             return super().word_parameters()
-        embedding, bias = self.get_input_embeddings(), self.lm_predictions.lm_head.bias
-        weight = embedding._parameters.get("weight")
-        plain = type(embedding) is nn.Embedding and type(weight) is nn.Parameter and type(bias) is nn.Parameter
-        placed = weight is not None and weight.device.type in ("cpu", "cuda", "xla")
-        return (weight, bias) if plain and placed and not torch.compiler.is_compiling() else (None, None)
+        embedding = self.get_input_embeddings()
+        if type(embedding) is not nn.Embedding:
+            return None, None
+        return plain_tensors(embedding._parameters.get("weight"), self.lm_predictions.lm_head.bias)
 
     def get_output_embeddings(self) -> nn.Module:
         head: nn.Module = self.cls.predictions.decoder if self.legacy else self.lm_predictions.lm_head.dense

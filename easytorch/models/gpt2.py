@@ -32,8 +32,8 @@ from easytorch.layers.heads import (
 )
 from easytorch.layers.linear import linear
 from easytorch.layers.norm import LayerNorm
-from easytorch.layers.seq2seq_heads import fused_loss_of
 from easytorch.layers.stock_names import given_by
+from easytorch.layers.word_loss import fused_loss_of
 from easytorch.protocol.native import NativeDecoder
 
 

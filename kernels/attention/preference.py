@@ -76,10 +76,11 @@ from easytorch.kernels.attention import cpu
 from easytorch.kernels.cpu import processor
 from easytorch.kernels.interop.torch_func import recording
 
-# The least query rows, in half precision and in float32, and there numbers of a head, at which it was measured to be
-# ahead. On an Intel Xeon with AVX-512 128 rows, B1 to 32 H4 to 12 D32 and 64, causal, take 0.53 to 0.62 in bfloat16.
-ROWS, TRAINING_ROWS, FLOAT32_ROWS, FLOAT32_DIM = 128, 128, 256, 64
-BIASED_FLOAT32_ROWS = 512
+# The least query rows at which it was measured to be ahead, and of inference in float32, with numbers of a head. On an
+# Intel Xeon with AVX-512 128 rows, B1 to 32 H4 to 12 D32 and 64, causal, take 0.53 to 0.62 in bfloat16.
+ROWS, FLOAT32_ROWS, FLOAT32_DIM = 128, 256, 64
+# The same with a given bias in inference, and with a trained one in float32.
+BIASED_ROWS, TRAINED_BIAS_ROWS = 256, 512
 # What it was not measured with, or is slower with; and the same in float16.
 _WITHOUT = ("mask",)
 _NOT_IN_SDPA = ("sliding_window", "softcap", "sinks")
@@ -89,13 +90,13 @@ _WITHOUT_IN_FLOAT16 = (*_WITHOUT, *_NOT_IN_SDPA)
 def prefers_cpp(query: Tensor, key: Tensor, value: Tensor, features: Mapping[str, Any]) -> bool:
     """True where `cpu.attention` is faster than ATen and carries this call. It may build the library."""
     shape, dtype, get = query.shape, query.dtype, features.get
-    if len(shape) != 4 or shape[1] < TRAINING_ROWS or not query.is_cpu or not processor.AVX2:
+    if len(shape) != 4 or shape[1] < ROWS or not query.is_cpu or not processor.AVX2:
         return False
     bias = get("bias")
     training = recording(query, key, value, bias, get("sinks"))
     # of these ATen computes every score, or has no fused kernel
     slow = get("query_segment_ids") is not None or get("dropout_prob", 0.0) > 0.0
-    if shape[1] < (FLOAT32_ROWS if dtype == torch.float32 else ROWS) and not training and not slow:
+    if dtype == torch.float32 and shape[1] < FLOAT32_ROWS and not training and not slow:
         return False
     # a thread takes a head of the keys, with all queries that share it
     if training and shape[0] * key.shape[2] < torch.get_num_threads():
@@ -125,5 +126,5 @@ def _gains_with_bias(
     if get("softcap") is not None or get("sinks") is not None or (training and dtype != torch.float32):
         return True
     if recording(bias):
-        return bool(get("causal")) or shape[1] >= BIASED_FLOAT32_ROWS
-    return bool(get("causal")) and shape[1] >= FLOAT32_ROWS and (dtype != torch.float32 or shape[3] >= FLOAT32_DIM)
+        return bool(get("causal")) or shape[1] >= TRAINED_BIAS_ROWS
+    return bool(get("causal")) and shape[1] >= BIASED_ROWS and (dtype != torch.float32 or shape[3] >= FLOAT32_DIM)
